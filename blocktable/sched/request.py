@@ -1,0 +1,139 @@
+"""One request: what the caller asked for and where it stands.
+
+A ``Request`` is a record at the border: the scheduler touches it when a request arrives, is
+admitted, is preempted or ends, never in a plain decode step. While a request holds a row, its
+tokens live in ``manager.tokens[row]``; they are copied back here when it gives the row up.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any, Literal
+
+import numpy as np
+
+from blocktable.core.errors import RequestError
+from blocktable.core.types import TokenIds
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+INT32_MAX = 2**31 - 1
+
+
+class RequestStatus(IntEnum):
+    """Life of a request. PREEMPTED and SWAPPED requests stand in the waiting queue."""
+
+    WAITING = 0
+    RUNNING = 1
+    PREEMPTED = 2
+    """Gave its blocks up; what it computed is recomputed (or hit in the prefix cache)."""
+    SWAPPED = 3
+    """Its blocks lie in host memory."""
+    FINISHED = 4
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Request:
+    """A request for ``n`` continuations of ``prompt_token_ids``.
+
+    ``max_tokens`` limits each continuation; a token of ``stop_token_ids`` (or ``eos_token_id``
+    unless ``ignore_eos``) ends it, but not before ``min_tokens`` were generated. Lower
+    ``priority`` runs first under the priority policy. ``salt``, ``adapter`` and ``media`` enter
+    the prefix key as ``KVCacheManager.root_key`` says. ``arrival`` is in seconds of the
+    scheduler's clock; ``params`` is carried for the engine and never read here.
+    Raises RequestError for an empty prompt, a token id outside int32, or a negative limit.
+    """
+
+    request_id: str
+    prompt_token_ids: TokenIds
+    max_tokens: int = 16
+    min_tokens: int = 0
+    eos_token_id: int | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    n: int = 1
+    priority: int = 0
+    salt: str | None = None
+    adapter: Any = None
+    media: Any = None
+    arrival: float = field(default_factory=time.monotonic)
+    params: Any = None
+
+    # Where it stands; written by the scheduler alone.
+    status: RequestStatus = RequestStatus.WAITING
+    row: int = -1
+    """Row of every block table while it runs, else -1."""
+    parent: str | None = None
+    """Id of the request this one was forked from."""
+    index: int = 0
+    """Which of the parent's ``n`` continuations this is."""
+    finish_reason: FinishReason | None = None
+    stop_token: int | None = None
+    """The token id that ended it, with finish_reason "stop"."""
+    num_cached_tokens: int = -1
+    """Prompt tokens hit in the prefix cache at its first admission; -1 before."""
+    num_preemptions: int = 0
+    scheduled_at: float | None = None
+    first_token_at: float | None = None
+    finished_at: float | None = None
+    tokens: TokenIds = field(init=False, repr=False)
+    """int32 [prompt + generated so far], while the request holds no row and once it has ended."""
+    root: Any = field(default=None, init=False, repr=False)
+    order: tuple[float, ...] = field(default=(), init=False, repr=False)
+    skipped: int = field(default=0, init=False, repr=False)
+    swap: Any = field(default=None, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self.prompt_token_ids = token_array(self.request_id, self.prompt_token_ids)
+        self.tokens = self.prompt_token_ids
+        self.stop_token_ids = tuple(int(t) for t in self.stop_token_ids)
+        _check_limit(self.request_id, "max_tokens", self.max_tokens, 1)
+        _check_limit(self.request_id, "min_tokens", self.min_tokens, 0)
+        _check_limit(self.request_id, "n", self.n, 1)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Length of the prompt in tokens."""
+        return len(self.prompt_token_ids)
+
+    @property
+    def stop_set(self) -> tuple[int, ...]:
+        """Token ids that end this request, the end-of-sequence id included where it counts."""
+        if self.eos_token_id is None or self.ignore_eos:
+            return self.stop_token_ids
+        return (self.eos_token_id, *self.stop_token_ids)
+
+    @property
+    def output_token_ids(self) -> TokenIds:
+        """int32 [generated]: valid while the request holds no row and once it has ended."""
+        return self.tokens[self.num_prompt_tokens :]
+
+
+def token_array(request_id: str, tokens: Sequence[int] | TokenIds) -> TokenIds:
+    """Token ids as an int32 array of its own; RequestError names the first id out of range."""
+    try:
+        array = np.asarray(tokens)
+    except (ValueError, OverflowError) as error:
+        raise RequestError(f"request {request_id!r}: bad prompt token ids: {error}") from None
+    if array.ndim != 1 or array.size == 0:
+        raise RequestError(
+            f"request {request_id!r}: the prompt must hold at least 1 token, got shape {array.shape}"
+        )
+    if array.dtype.kind not in "iu":
+        raise RequestError(
+            f"request {request_id!r}: prompt token ids must be integers, got {array.dtype}"
+        )
+    if array.min() < 0 or array.max() > INT32_MAX:
+        bad = array[(array < 0) | (array > INT32_MAX)][0]
+        raise RequestError(
+            f"request {request_id!r}: token id {bad} is outside 0..{INT32_MAX}"
+        )
+    return array.astype(np.int32)
+
+
+def _check_limit(request_id: str, name: str, value: int, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise RequestError(f"request {request_id!r}: {name} must be >= {least}, got {value!r}")
