@@ -1,22 +1,77 @@
 """Faster linear layers for a transformers model on a CPU, swapped in module by module.
 
-The model's code stays transformers' own: only the ``nn.Linear`` instances are replaced by modules
-that compute the same product from packed weights.
+The model's code stays transformers' own: only its ``nn.Linear`` instances are replaced by modules
+that compute the same product from weights packed once in the blocked layout oneDNN's kernels read.
+``nn.Linear`` keeps weights row-major, so every call either re-packs them (bfloat16) or runs at a
+third of the machine's memory rate (float32). Measured on 2 cores (Zen 5, AVX-512) at 1536 x 576:
+float32 202 -> 60 us at 1 token, 520 -> 160 at 32; bfloat16 83 -> 31 and 199 -> 96.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
+from blocktable.core.errors import ConfigError
 
-class AcceleratedLinears(NamedTuple):
-    """What :func:`accelerate_linears` did: names of replaced layers, bytes of packed weights."""
+PACK_HINT_TOKENS = 16
+"""Batch size oneDNN is told when it picks a layout: 8..64 gave the same time within 3% at every
+batch size from 1 to 512; a hint of 1 costs 30% at 8 tokens and more."""
+
+_PACKED_DTYPES = (torch.float32, torch.bfloat16)
+
+
+class PackedLinear(nn.Module):
+    """``nn.Linear`` over packed weights: y [..., N] = x [..., K] W^T + b. Inference only.
+
+    ``weight`` is a meta tensor: shape and dtype can be read, its values cannot (they live, packed,
+    in ``packed``). An x of another dtype is cast
+    on the way in and the result on the way out.
+    """
+
+    def __init__(self, source: nn.Linear, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.in_features, self.out_features = source.in_features, source.out_features
+        weight = source.weight.detach().to(dtype).contiguous()
+        self.packed = torch.ops.mkldnn._reorder_linear_weight(weight, PACK_HINT_TOKENS)
+        self.packed_bias = None if source.bias is None else source.bias.detach().to(dtype)
+        self.packed_dtype = dtype
+        self.weight = nn.Parameter(source.weight.detach().to("meta"), requires_grad=False)
+        self.bias = source.bias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.dtype is self.packed_dtype:
+            return torch.ops.mkldnn._linear_pointwise(
+                x, self.packed, self.packed_bias, "none", [], ""
+            )
+        y = torch.ops.mkldnn._linear_pointwise(
+            x.to(self.packed_dtype), self.packed, self.packed_bias, "none", [], ""
+        )
+        return y.to(x.dtype)
+
+    def extra_repr(self) -> str:
+        return f"{self.in_features} -> {self.out_features}, packed {self.packed_dtype}"
+
+
+@dataclass(frozen=True)
+class AcceleratedLinears:
+    """What :func:`accelerate_linears` did, and the way back.
+
+    replaced: module names. weight_bytes: bytes of packed weights held besides the model's own.
+    originals: name -> (parent, attribute, module) while ``keep`` was asked for, else empty.
+    """
 
     replaced: tuple[str, ...]
     weight_bytes: int
+    originals: dict[str, tuple[nn.Module, str, nn.Linear]]
+
+    def restore(self) -> None:
+        """Put the original modules back; does nothing for those that were not kept."""
+        for parent, attribute, module in self.originals.values():
+            setattr(parent, attribute, module)
 
 
 def has_fast_bfloat16() -> bool:
@@ -27,14 +82,40 @@ def has_fast_bfloat16() -> bool:
     )
 
 
-def accelerate_linears(model: nn.Module, dtype: torch.dtype | None = None) -> AcceleratedLinears:
-    """Replace the ``nn.Linear`` modules of ``model`` in place by faster ones; inference only.
+def _linears(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Linear]]:
+    for prefix, parent in list(model.named_modules()):
+        for attribute, child in list(parent.named_children()):
+            if type(child) is nn.Linear and child.weight.device.type == "cpu":
+                yield f"{prefix}.{attribute}".lstrip("."), parent, attribute, child
 
-    dtype: weights are packed in this dtype (float32 or bfloat16); None keeps each layer's own.
-        Activations may have either dtype; the output has the input's dtype.
 
-    Layers that are tied to an embedding keep the embedding's weight where it is. Call it after the
-    weights are final: later changes of the original weights are not seen.
+def accelerate_linears(
+    model: nn.Module, dtype: torch.dtype | None = None, *, keep: bool = False
+) -> AcceleratedLinears:
+    """Replace the plain ``nn.Linear`` modules of ``model`` in place by packed ones.
+
+    dtype: weights are packed in this dtype, float32 or bfloat16; None keeps each layer's own
+        (layers of another dtype are left alone). The output has the input's dtype.
+    keep: hold the originals, so that ``restore()`` can put them back; costs their memory.
+
+    Subclasses of ``nn.Linear`` are left alone. A weight that something else shares (a tied
+    embedding) stays where it is for the other user. Does nothing where oneDNN is missing. Call it
+    when the weights are final: later changes of the originals are not seen. Results differ from
+    ``nn.Linear`` in rounding only. Cost: one pass over the weights.
     """
-    del dtype
-    return AcceleratedLinears((), 0) if isinstance(model, nn.Module) else AcceleratedLinears((), 0)
+    if dtype not in (None, *_PACKED_DTYPES):
+        raise ConfigError(f"linear layers are packed as float32 or bfloat16, got {dtype}")
+    replaced: list[str] = []
+    originals: dict[str, tuple[nn.Module, str, nn.Linear]] = {}
+    weight_bytes = 0
+    if torch.backends.mkldnn.is_available():
+        for name, parent, attribute, source in _linears(model):
+            packed_dtype = dtype or source.weight.dtype
+            if packed_dtype not in _PACKED_DTYPES:
+                continue
+            setattr(parent, attribute, PackedLinear(source, packed_dtype))
+            replaced.append(name)
+            weight_bytes += source.weight.numel() * packed_dtype.itemsize
+            if keep:
+                originals[name] = (parent, attribute, source)
+    return AcceleratedLinears(tuple(replaced), weight_bytes, originals)
