@@ -76,6 +76,7 @@ def paged_attention(
     v_scale: Any = None,
     out: torch.Tensor | None = None,
     return_lse: bool = False,
+    plan: Any = None,
 ) -> torch.Tensor | AttentionOutput:
     """:func:`blocktable.attention.paged_attention` for CPU tensors."""
     check_shapes(query, k_cache, v_cache, block_table, query_start_loc, seq_lens)
