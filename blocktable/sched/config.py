@@ -25,6 +25,9 @@ class SchedulerConfig:
     policy: Policy = "fcfs"
     """``fcfs``: first come, first served. ``priority``: lower ``Request.priority`` first, then
     arrival; the victim of a preemption is the running request that comes last in that order."""
+    priority_head_start: float = 0.0
+    """Seconds of waiting that one class of priority is worth: with 10, a request of priority 1
+    goes before one of priority 0 that came 10 s later, so nobody starves. 0 = classes are strict."""
     chunked_prefill: bool = True
     """A prompt may be computed over several steps. Without it the budget must cover
     ``max_model_len``, and a prompt that does not fit the rest of a step's budget waits."""
@@ -61,6 +64,10 @@ class SchedulerConfig:
             raise ConfigError(f"policy must be fcfs or priority, got {self.policy!r}")
         if self.preemption not in ("recompute", "swap"):
             raise ConfigError(f"preemption must be recompute or swap, got {self.preemption!r}")
+        if not 0.0 <= self.priority_head_start < float("inf"):
+            raise ConfigError(
+                f"priority_head_start must be a number of seconds, got {self.priority_head_start!r}"
+            )
         if not 0.0 <= self.watermark < 1.0:
             raise ConfigError(f"watermark must be in [0, 1), got {self.watermark!r}")
         if self.max_steps_in_flight > 2:
