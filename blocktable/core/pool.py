@@ -1,0 +1,339 @@
+"""The block pool: who owns each block, and the only place where that changes.
+
+::
+
+    free ----take----> owned (ref >= 1) ----release, ref 0----> fenced (while steps are in flight)
+     ^                  ^        ^                                |            |
+     |                  |        +------------- touch -----------+            |
+     |                  +---- touch (a hit) ---- evictable <---- it has a key -+
+     +------------- its key is taken away -------+ |                          |
+     +---------------------------------------------|------ it has no key -----+
+                        take (eviction: the key is dropped first) -> owned
+
+``available`` = free + evictable, and used + available + fenced = usable = num_blocks - 1.
+
+Everything is an array over block ids, in pages the system hands out when they are first touched:
+building a pool of four million blocks costs no more than asking for address space. Blocks never
+used are kept as one number (all ids from ``fresh`` on); returned ones lie on a stack whose top is
+re-sorted now and then, so that ids come out in ascending runs.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+from blocktable.core.errors import BlockStateError, ConfigError, OutOfBlocks
+from blocktable.core.eviction import EvictionPolicy, LRUQueue
+from blocktable.core.types import NULL_BLOCK, BlockIds, StepId
+
+FREE, OWNED, FENCED, EVICTABLE = 0, 1, 2, 3
+STATE_NAMES = ("free", "owned", "fenced", "evictable")
+TOP, FRESH, USED, FENCED_COUNT, PUSHED = range(5)
+SORT_WINDOW = 8192  # ids at the top of the free stack sorted at a time (about 40 us)
+_NO_BLOCKS = np.zeros(0, np.int32)
+
+
+class PoolCounts(NamedTuple):
+    """Blocks in each state; used + available + fenced = usable, available = free + evictable."""
+
+    usable: int
+    used: int
+    free: int
+    evictable: int
+    fenced: int
+
+    @property
+    def available(self) -> int:
+        """Blocks that can be handed out now."""
+        return self.free + self.evictable
+
+
+class BlockPool:
+    """Ownership of ``num_blocks`` blocks, block 0 (null) reserved.
+
+    Taking, touching and releasing k blocks costs O(k) with vector operations, amortised. A call
+    that raises has changed nothing. Null entries in a list are skipped. A block listed twice in
+    one call counts twice.
+
+    ``eviction`` orders the cached blocks nobody holds (`LRUQueue` by default); ``on_evict`` is
+    called with the blocks whose keys must be dropped before they are handed out.
+
+    Arrays for readers: ``ref`` int32, ``state`` uint8 (FREE, OWNED, FENCED, EVICTABLE), ``keyed``
+    bool, each [num_blocks].
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        *,
+        eviction: EvictionPolicy | None = None,
+        on_evict: Callable[[BlockIds], None] | None = None,
+    ) -> None:
+        if num_blocks < 2 or num_blocks > np.iinfo(np.int32).max:
+            raise ConfigError(f"num_blocks is {num_blocks}; a pool has 2 to 2**31 - 1 blocks")
+        self.num_blocks = num_blocks
+        self.ref = np.zeros(num_blocks, np.int32)
+        self.state = np.zeros(num_blocks, np.uint8)
+        self.keyed = np.zeros(num_blocks, np.bool_)
+        self.place = np.zeros(num_blocks, np.int32)  # queue slot, or -2 - epoch of a fence
+        self.stack = np.zeros(num_blocks, np.int32)  # returned blocks; the top is handed out first
+        self.scalars = np.zeros(5, np.int64)
+        self.scalars[FRESH] = 1
+        self.eviction: EvictionPolicy = (
+            LRUQueue(num_blocks, self.place) if eviction is None else eviction
+        )
+        self.on_evict = on_evict
+        self._last_step = 0
+        self._in_flight: deque[int] = deque()
+        self._fences: deque[tuple[int, BlockIds]] = deque()
+
+    # -- counts ---------------------------------------------------------------------------------
+
+    @property
+    def usable(self) -> int:
+        """Blocks that can ever be handed out: all but the null block."""
+        return self.num_blocks - 1
+
+    @property
+    def used(self) -> int:
+        """Blocks with a reference."""
+        return int(self.scalars[USED])
+
+    @property
+    def fenced(self) -> int:
+        """Released blocks that a step in flight may still touch."""
+        return int(self.scalars[FENCED_COUNT])
+
+    @property
+    def evictable(self) -> int:
+        """Cached blocks nobody holds."""
+        return len(self.eviction)
+
+    @property
+    def available(self) -> int:
+        """Blocks that can be handed out now (free + evictable)."""
+        s = self.scalars
+        return self.num_blocks - 1 - int(s[USED]) - int(s[FENCED_COUNT])
+
+    @property
+    def free(self) -> int:
+        """Available blocks without a key."""
+        return int(self.scalars[TOP]) + self.num_blocks - int(self.scalars[FRESH])
+
+    def counts(self) -> PoolCounts:
+        """All counts at one moment."""
+        return PoolCounts(self.usable, self.used, self.free, self.evictable, self.fenced)
+
+    # -- take -----------------------------------------------------------------------------------
+
+    def take(self, count: int, *, request: object = None, held: int = 0) -> BlockIds:
+        """Hand out ``count`` blocks, each with one reference: returned ones first, then never
+        used ones, then evicted ones. Raises OutOfBlocks (``request`` and ``held`` go into it)."""
+        if count > self.available:
+            raise OutOfBlocks(
+                request, held=held, needed=count, available=self.available, fenced=self.fenced
+            )
+        if count <= 0:
+            return _NO_BLOCKS
+        blocks = self._take_unkeyed(count)
+        if len(blocks) < count:
+            victims = self._evict(count - len(blocks))
+            blocks = victims if len(blocks) == 0 else np.concatenate([blocks, victims])
+        self.state[blocks] = OWNED
+        self.ref[blocks] = 1
+        self.scalars[USED] += count
+        return blocks
+
+    def _take_unkeyed(self, count: int) -> BlockIds:
+        top, fresh = int(self.scalars[TOP]), int(self.scalars[FRESH])
+        old = min(top, count)
+        new = min(count - old, self.num_blocks - fresh)
+        if old:
+            self.scalars[TOP] = top - old
+            blocks = self.stack[top - old : top][::-1].copy()
+            if new == 0:
+                return blocks
+        else:
+            blocks = _NO_BLOCKS
+        if new == 0:
+            return blocks
+        self.scalars[FRESH] = fresh + new
+        unused = np.arange(fresh, fresh + new, dtype=np.int32)
+        return unused if old == 0 else np.concatenate([blocks, unused])
+
+    def _evict(self, count: int) -> BlockIds:
+        victims = self.eviction.pop(count)
+        if self.on_evict is not None:
+            self.on_evict(victims)
+        self.keyed[victims] = False
+        return victims
+
+    # -- touch and release ----------------------------------------------------------------------
+
+    def touch(self, blocks: BlockIds) -> None:
+        """Add one reference to each block; a cached block nobody holds becomes owned, a fenced
+        one with a key too. Raises BlockStateError for a block that is free."""
+        blocks = self._live_ids(blocks)
+        if blocks.size == 0:
+            return
+        state = self.state[blocks]
+        idle = state != OWNED
+        if idle.any():
+            self._check_touch(blocks, state)
+            waking = blocks[idle]
+            if len(waking) > 1:
+                waking = np.unique(waking)
+            fenced = self.state[waking] == FENCED
+            queued = waking[~fenced]
+            self.eviction.remove(queued)
+            self.place[waking[fenced]] = -1
+            self.scalars[FENCED_COUNT] -= len(waking) - len(queued)
+            self.scalars[USED] += len(waking)
+            self.state[waking] = OWNED
+        np.add.at(self.ref, blocks, 1)
+
+    def _check_touch(self, blocks: BlockIds, state: np.ndarray) -> None:
+        bad = (state == FREE) | (state == FENCED) & ~self.keyed[blocks]
+        if bad.any():
+            at = int(np.argmax(bad))
+            raise BlockStateError(
+                f"block {blocks[at]} is {STATE_NAMES[state[at]]}: it has no content to share"
+            )
+
+    def _live_ids(self, blocks: BlockIds) -> BlockIds:
+        blocks = np.asarray(blocks, np.int32).reshape(-1)
+        if blocks.size and (blocks.min() < 0 or blocks.max() >= self.num_blocks):
+            bad = blocks[(blocks < 0) | (blocks >= self.num_blocks)][0]
+            raise BlockStateError(f"block {bad} is outside a pool of {self.num_blocks} blocks")
+        live = blocks != NULL_BLOCK
+        return blocks if live.all() else blocks[live]
+
+    def release(self, blocks: BlockIds, *, request: object = None) -> None:
+        """Drop one reference of each block, in this order (a request's tail first).
+
+        Those that reach zero wait for the steps in flight, then join the eviction order if they
+        have a key, else the free stack. Raises BlockStateError on a double release.
+        """
+        blocks = self._live_ids(blocks)
+        if blocks.size == 0:
+            return
+        if (self.state[blocks] != OWNED).any():
+            bad = blocks[self.state[blocks] != OWNED][0]
+            raise self._double(int(bad), request)
+        order = np.arange(len(blocks), dtype=np.int32)
+        self.place[blocks] = order  # owned blocks have no place: room to find repeats
+        repeats = bool((self.place[blocks] != order).any())
+        self.place[blocks] = -1
+        if repeats:
+            blocks = self._release_repeats(blocks, request)
+        else:
+            left = self.ref[blocks] - 1
+            self.ref[blocks] = left
+            if left.any():
+                blocks = blocks[left == 0]
+        self.scalars[USED] -= len(blocks)
+        self._retire(blocks)
+
+    def _release_repeats(self, blocks: BlockIds, request: object) -> BlockIds:
+        ids, first, times = np.unique(blocks, return_index=True, return_counts=True)
+        if (times > self.ref[ids]).any():
+            raise self._double(int(ids[times > self.ref[ids]][0]), request)
+        self.ref[ids] -= times.astype(np.int32)
+        gone = self.ref[ids] == 0
+        return blocks[np.sort(first[gone])]
+
+    def _double(self, block: int, request: object) -> BlockStateError:
+        holder = "" if request is None else f" by request {request!r}"
+        return BlockStateError(
+            f"block {block} is released{holder} more often than it is held "
+            f"(it is {STATE_NAMES[self.state[block]]} with {self.ref[block]} references)"
+        )
+
+    def _retire(self, blocks: BlockIds) -> None:
+        """Blocks whose last reference went: behind the fence, or straight back."""
+        if blocks.size == 0:
+            return
+        if self._in_flight:
+            epoch = self._in_flight[-1]
+            self.state[blocks] = FENCED
+            self.place[blocks] = -2 - epoch % (1 << 30)
+            self.scalars[FENCED_COUNT] += len(blocks)
+            self._fences.append((epoch, blocks))
+        else:
+            self._recycle(blocks)
+
+    def _recycle(self, blocks: BlockIds) -> None:
+        keyed = self.keyed[blocks]
+        if keyed.all():
+            self.state[blocks] = EVICTABLE
+            self.eviction.push(blocks)
+            return
+        if keyed.any():
+            cached = blocks[keyed]
+            self.state[cached] = EVICTABLE
+            self.eviction.push(cached)
+            blocks = blocks[~keyed]
+        self.state[blocks] = FREE
+        self._push_free(blocks)
+
+    def _push_free(self, blocks: BlockIds) -> None:
+        top, count = int(self.scalars[TOP]), len(blocks)
+        self.stack[top : top + count] = blocks
+        self.scalars[TOP] = top = top + count
+        pushed = int(self.scalars[PUSHED]) + count
+        if pushed >= min(top, SORT_WINDOW) // 2 and pushed > 64:
+            window = self.stack[max(0, top - SORT_WINDOW) : top]
+            window[::-1].sort()  # descending upwards: the smallest id is handed out first
+            pushed = 0
+        self.scalars[PUSHED] = pushed
+
+    # -- keys -----------------------------------------------------------------------------------
+
+    def mark_keyed(self, blocks: BlockIds) -> None:
+        """These owned blocks now carry a key (the index has it)."""
+        self.keyed[blocks] = True
+
+    def unkey(self, blocks: BlockIds) -> None:
+        """These blocks' keys were taken out of the index; cached ones become free."""
+        blocks = self._live_ids(blocks)
+        idle = blocks[self.state[blocks] == EVICTABLE]
+        self.keyed[blocks] = False
+        if idle.size:
+            self.eviction.remove(idle)
+            self.state[idle] = FREE
+            self._push_free(idle[::-1])
+
+    # -- fences ---------------------------------------------------------------------------------
+
+    def begin_step(self) -> StepId:
+        """A step is launched: blocks released from now on wait until it has ended."""
+        self._last_step += 1
+        self._in_flight.append(self._last_step)
+        return StepId(self._last_step)
+
+    def end_step(self, step: int) -> None:
+        """The step is done on the device. Blocks whose every step in flight is done come back, in
+        the order they were released. Raises BlockStateError for a step not in flight."""
+        if step not in self._in_flight:
+            raise BlockStateError(
+                f"step {step} is not in flight (in flight: {list(self._in_flight)})"
+            )
+        self._in_flight.remove(step)
+        oldest = self._in_flight[0] if self._in_flight else self._last_step + 1
+        while self._fences and self._fences[0][0] < oldest:
+            epoch, blocks = self._fences.popleft()
+            blocks = blocks[self.place[blocks] == -2 - epoch % (1 << 30)]
+            blocks = blocks[self.state[blocks] == FENCED]
+            self.place[blocks] = -1
+            self.scalars[FENCED_COUNT] -= len(blocks)
+            if blocks.size:
+                self._recycle(blocks)
+
+    @property
+    def steps_in_flight(self) -> tuple[int, ...]:
+        """Steps begun and not ended, oldest first."""
+        return tuple(self._in_flight)
