@@ -79,7 +79,7 @@ class TableDigest:
         self.rows[rows] = digests
 
     def append(self, rows: RowIds, starts: NDArray, counts: Counts, block_ids: BlockIds) -> None:
-        """``counts[i]`` blocks went to the end of distinct ``rows[i]``, from column ``starts[i]``."""
+        """``counts[i]`` blocks went to the end of distinct ``rows[i]``, from ``starts[i]`` on."""
         if len(rows) == len(block_ids) and bool((counts == 1).all()):
             columns, added = starts, entry_digests(starts, block_ids)
         else:

@@ -1,0 +1,234 @@
+"""KV events: the bytes vLLM's classes give, sockets, gaps, replay, restarts, and foreign frames."""
+
+import importlib.util
+import json
+import time
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import zmq
+from hypothesis import given
+from hypothesis import strategies as st
+
+from blocktable.core.errors import ConfigError, WireError
+from blocktable.core.protocols import KVEventSink
+from blocktable.core.specs import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+)
+from blocktable.parallel import events
+from blocktable.parallel.event_stream import EventPublisher, EventSubscriber, endpoint_of_rank
+
+HERE = Path(__file__).parent
+SPEC = importlib.util.spec_from_file_location("recorded", HERE / "make_recorded_frames.py")
+recorded = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(recorded)
+FRAMES = [bytes.fromhex(line) for line in json.loads((HERE / "recorded_frames.json").read_text())]
+
+
+def test_bytes_equal_the_recorded_frames():
+    assert [bytes.fromhex(f) for f in recorded.frames(events, events.EventBatch)] == FRAMES
+
+
+def test_recorded_frames_decode_and_encode_unchanged():
+    for payload in FRAMES:
+        assert events.encode_batch(events.decode_batch(payload)) == payload
+
+
+def test_the_peers_own_decoder_reads_ours_where_it_is_installed():
+    """Without the peer the recorded frames, which it wrote, stand for it."""
+    peer = recorded.load_peer()
+    decode = events.decode_batch
+    if peer is not None:
+        decode = msgspec.msgpack.Decoder(peer.KVEventBatch).decode
+    recorder = events.EventRecorder(config(2))
+    keys = np.random.default_rng(0).integers(0, 256, (3, 32)).astype(np.uint8)
+    recorder.stored(1, keys, np.roll(keys, 1, axis=0), np.array([0, 1, 1]), np.ones((3, 8), int))
+    recorder.removed(1, keys[:1])
+    recorder.cleared()
+    batch = decode(events.encode_batch(recorder.take(2.0)))
+    stored, removed, cleared = batch.events
+    assert stored.block_hashes == [int.from_bytes(k.tobytes(), "big") % 2**64 for k in keys]
+    assert (stored.parent_block_hash, stored.block_size, stored.group_idx) == (None, 8, 1)
+    assert stored.kv_cache_spec_kind == "sliding_window"
+    assert stored.kv_cache_spec_sliding_window == 40
+    assert removed.block_hashes == stored.block_hashes[:1] and removed.group_idx == 1
+    assert type(cleared).__name__ == "AllBlocksCleared"
+
+
+def config(groups: int) -> KVCacheConfig:
+    heads = {"num_kv_heads": 1, "head_size": 8}
+    specs = [
+        FullAttentionSpec(block_size=4, **heads),
+        SlidingWindowSpec(block_size=8, sliding_window=40, **heads),
+        MambaSpec(block_size=16, shapes=((4,),), dtypes=("float32",)),
+    ]
+    named = [KVCacheGroupSpec((f"layer{i}",), spec) for i, spec in enumerate(specs[:groups])]
+    return KVCacheConfig(10, tuple(named))
+
+
+def test_recorder_joins_chains_and_only_chains():
+    recorder = events.EventRecorder(config(1), hash_form="bytes", medium=None)
+    assert isinstance(recorder, KVEventSink)
+    keys = np.arange(5 * 32).reshape(5, 32).astype(np.uint8)
+    parents = np.concatenate([keys[4:], keys[:1], keys[1:2], keys[:1], keys[3:4]])
+    tokens = np.arange(20).reshape(5, 4)
+    recorder.stored(0, keys, parents, np.array([0, 1, 1, 1, 1], bool), tokens)
+    batch = recorder.take()
+    assert recorder.take() is None
+    first, second = batch.events
+    assert first.block_hashes == [k.tobytes() for k in keys[:3]]
+    assert (first.parent_block_hash, first.token_ids) == (None, list(range(12)))
+    assert second.block_hashes == [k.tobytes() for k in keys[3:]]
+    assert second.parent_block_hash == keys[0].tobytes()
+    assert first.group_idx == 0 and first.medium is None
+
+
+def test_counter_counts_copies():
+    """Storing 3 keys twice and removing one of them once leaves all three findable."""
+    counter = events.BlockCounter()
+    stored = recorded.batches(events)[0][0]
+    stored.block_hashes = [1, 2, 3]
+    counter.apply([stored, stored, stored])
+    assert len(counter) == 3
+    removal = events.BlockRemoved([3], "GPU")
+    counter.apply([removal, removal])
+    assert counter.holds(3)
+    counter.apply([removal, removal, removal])
+    assert not counter.holds(3) and counter.holds(2) and not counter.holds(2, group=1)
+    counter.apply([events.AllBlocksCleared()])
+    assert len(counter) == 0
+
+
+def batch(number: int) -> events.EventBatch:
+    return events.EventBatch(float(number), [events.BlockRemoved([number], "GPU")])
+
+
+@pytest.fixture
+def publisher(tmp_path):
+    made = EventPublisher(
+        f"ipc://{tmp_path}/pub", f"ipc://{tmp_path}/replay", topic="kv", buffer_batches=8
+    )
+    yield made
+    made.close()
+
+
+def test_subscriber_sees_all_in_order_and_fills_the_past(publisher):
+    for number in range(3):
+        publisher.publish(batch(number))
+    subscriber = EventSubscriber(
+        publisher.endpoint, publisher.replay_endpoint, topic="kv", first_sequence=0
+    )
+    time.sleep(0.2)  # a PUB socket does not keep messages for a subscriber still connecting
+    for number in range(3, 6):
+        publisher.publish(batch(number))
+    got = [subscriber.receive(5.0) for _ in range(6)]
+    assert [(g.sequence, g.batch.ts, g.missed, g.restarted) for g in got] == [
+        (n, float(n), 0, False) for n in range(6)
+    ]
+    assert got[0].batch.data_parallel_rank == 0
+    assert subscriber.receive(0.05) is None
+    subscriber.close()
+
+
+def test_what_the_buffer_lost_is_reported(publisher):
+    for number in range(20):
+        publisher.publish(batch(number))
+    subscriber = EventSubscriber(
+        publisher.endpoint, publisher.replay_endpoint, topic="kv", first_sequence=2
+    )
+    time.sleep(0.2)
+    publisher.publish(batch(20))
+    got = [subscriber.receive(5.0) for _ in range(8)]
+    assert [(g.sequence, g.missed) for g in got] == [(13, 11)] + [(n, 0) for n in range(14, 21)]
+    subscriber.close()
+
+
+def raw_publisher(tmp_path):
+    socket = zmq.Context.instance().socket(zmq.PUB)
+    socket.bind(f"ipc://{tmp_path}/raw")
+    return socket, f"ipc://{tmp_path}/raw"
+
+
+def send(socket, sequence, payload=None):
+    payload = events.encode_batch(batch(sequence)) if payload is None else payload
+    socket.send_multipart((b"", sequence.to_bytes(8, "big"), payload))
+
+
+def test_gap_without_replay_and_restart(tmp_path):
+    socket, endpoint = raw_publisher(tmp_path)
+    subscriber = EventSubscriber(endpoint)
+    time.sleep(0.2)
+    for sequence in (5, 6, 9, 0, 1):
+        send(socket, sequence)
+    got = [subscriber.receive(5.0) for _ in range(5)]
+    assert [(g.sequence, g.missed, g.restarted) for g in got] == [
+        (5, 0, False), (6, 0, False), (9, 2, False), (0, 0, True), (1, 0, False),
+    ]  # fmt: skip
+    subscriber.close()
+    socket.close(linger=0)
+
+
+def test_dead_replay_socket_does_not_hang(tmp_path):
+    socket, endpoint = raw_publisher(tmp_path)
+    subscriber = EventSubscriber(endpoint, f"ipc://{tmp_path}/nobody", replay_timeout=0.2)
+    time.sleep(0.2)
+    send(socket, 1)
+    send(socket, 4)
+    began = time.monotonic()
+    assert [subscriber.receive(5.0)[2] for _ in range(2)] == [0, 2]
+    assert time.monotonic() - began < 2
+    subscriber.close()
+    socket.close(linger=0)
+
+
+def test_foreign_frames_raise(tmp_path):
+    socket, endpoint = raw_publisher(tmp_path)
+    subscriber = EventSubscriber(endpoint)
+    time.sleep(0.2)
+    socket.send_multipart((b"", b"short", b"x"))
+    send(socket, 0, b"not msgpack \xc1")
+    for _ in range(2):
+        with pytest.raises(WireError):
+            subscriber.receive(5.0)
+    subscriber.close()
+    socket.close(linger=0)
+
+
+def test_a_plain_vllm_style_client_can_replay(publisher):
+    """A DEALER that speaks only the documented protocol."""
+    for number in range(4):
+        publisher.publish(batch(number))
+    time.sleep(0.2)
+    with zmq.Context.instance().socket(zmq.DEALER) as dealer:
+        dealer.connect(publisher.replay_endpoint)
+        dealer.send_multipart([b"nonsense"])
+        dealer.send_multipart([b"", (2).to_bytes(8, "big")])
+        assert dealer.poll(5000)
+        replies = [dealer.recv_multipart() for _ in range(3)]
+    assert [r[1] for r in replies] == [(2).to_bytes(8, "big"), (3).to_bytes(8, "big"), b"\xff" * 8]
+    assert replies[2][2] == b"" and events.decode_batch(replies[0][2]).ts == 2.0
+
+
+def test_endpoints_of_ranks_and_bad_endpoints():
+    assert endpoint_of_rank("tcp://*:5557", 3) == "tcp://*:5560"
+    assert endpoint_of_rank("inproc://kv", 1) == "inproc://kv_dp1"
+    with pytest.raises(ConfigError, match="ipc://x"):
+        endpoint_of_rank("ipc://x", 1)
+    with pytest.raises(ConfigError, match="nowhere"):
+        EventPublisher("nowhere://x")
+
+
+@given(st.binary(max_size=64), st.integers(0, len(FRAMES) - 1), st.integers(0, 200))
+def test_any_bytes_decode_or_raise_wire_error(noise, which, at):
+    payload = FRAMES[which]
+    for data in (noise, payload[:at] + noise + payload[at + len(noise) :]):
+        try:
+            events.decode_batch(data)
+        except WireError:
+            continue
