@@ -125,13 +125,13 @@ class TestStop:
         params = SamplingParams(stop=["k br"], include_stop_str_in_output=keep)
         stream = Detokenizer(tokenizer).stream(params, tokenizer.encode("a "))
         matched = None
-        for count, token in enumerate(ids, 1):
+        for token in ids:
             matched = stream.push([token])
             assert "k " not in stream.text or matched
             if matched:
                 break
         assert matched == "k br"
-        assert count < len(ids)
+        assert not stream.text.endswith("fox")
         assert stream.text.strip() == ("the quick br" if keep else "the quic")
 
     def test_many_tokens_at_once_stop_at_the_same_place(self, tokenizer):

@@ -1,4 +1,4 @@
-"""The batch sampler: equal to transformers' processors, right in distribution, batch-independent."""
+"""The sampler equals transformers, is right in distribution and blind to the rest of the batch."""
 
 import numpy as np
 import pytest
