@@ -27,7 +27,8 @@ class SchedulerConfig:
     arrival; the victim of a preemption is the running request that comes last in that order."""
     priority_head_start: float = 0.0
     """Seconds of waiting that one class of priority is worth: with 10, a request of priority 1
-    goes before one of priority 0 that came 10 s later, so nobody starves. 0 = classes are strict."""
+    goes before one of priority 0 that came over 10 s later, so nobody starves. 0 = strict classes
+    """
     chunked_prefill: bool = True
     """A prompt may be computed over several steps. Without it the budget must cover
     ``max_model_len``, and a prompt that does not fit the rest of a step's budget waits."""
@@ -43,10 +44,8 @@ class SchedulerConfig:
     lookahead_patience: int = 32
     """Ageing: once the head of the queue was passed over in this many steps, nobody passes it."""
     preemption: Preemption = "recompute"
-    """What happens to a victim's KV: dropped and recomputed, or copied to host memory. A victim
-    that does not fit into host memory is recomputed."""
-    num_host_blocks: int = 0
-    """Blocks of host memory for ``preemption="swap"``."""
+    """What happens to a victim's KV: dropped and recomputed, or copied to host memory (the
+    manager's ``host_blocks``). A victim that does not fit into host memory is recomputed."""
     max_steps_in_flight: int = 1
     """2 = the next step may be scheduled before the last one's tokens are known."""
     num_draft_tokens: int = 0
@@ -72,8 +71,6 @@ class SchedulerConfig:
             raise ConfigError(f"watermark must be in [0, 1), got {self.watermark!r}")
         if self.max_steps_in_flight > 2:
             raise ConfigError(f"max_steps_in_flight is 1 or 2, got {self.max_steps_in_flight}")
-        if self.preemption == "swap" and self.num_host_blocks < 1:
-            raise ConfigError("preemption 'swap' needs num_host_blocks >= 1, got 0")
         if self.num_draft_tokens and self.max_steps_in_flight > 1:
             raise ConfigError(
                 f"num_draft_tokens {self.num_draft_tokens} needs max_steps_in_flight 1: a draft "
@@ -87,7 +84,6 @@ _LEAST = {
     "max_prefill_chunk": 0,
     "lookahead": 0,
     "lookahead_patience": 1,
-    "num_host_blocks": 0,
     "max_steps_in_flight": 1,
     "num_draft_tokens": 0,
 }

@@ -3,8 +3,8 @@
 A step, in the order in which the device must do it::
 
     swap_out    device block -> host block      (victims leave, before their blocks are reused)
-    swap_in     host block   -> device block    (they come back)
     copies      device block -> device block    (copy on write, before anything is written)
+    swap_in     host block   -> device block    (victims come back)
     forward     rows[i] computes positions num_computed[i] .. num_computed[i] + num_scheduled[i] - 1
     sample      sample_rows[j] draws a token from the last logits of batch entry sample_index[j]
 
@@ -20,10 +20,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from blocktable.core.types import Counts, RowIds, StepId, TokenIds
+from blocktable.manager import Copies, SwapPlan
 from blocktable.sched.request import Request
 
-NO_PAIRS: NDArray[np.int32] = np.zeros((0, 2), np.int32)
-NO_PAIRS.flags.writeable = False
 NO_INTS: NDArray[np.int32] = np.zeros(0, np.int32)
 NO_INTS.flags.writeable = False
 
@@ -61,7 +60,6 @@ class SchedulerOutput(NamedTuple):
     num_total: int  # sum of num_scheduled
     sample_rows: RowIds  # [m]
     sample_index: Counts  # [m] batch entry whose last logits row j draws from
-    epochs: NDArray[np.int64]  # [m] which occupant of the row is meant
     pending: NDArray[np.bool_] | None = None
     # [n]: the last input token is one the step in flight samples; it is on the device, not in
     # manager.tokens. None = no row waits for one.
@@ -72,9 +70,9 @@ class SchedulerOutput(NamedTuple):
     forked: tuple[Fork, ...] = ()
     preempted: tuple[Request, ...] = ()
     released: RowIds = NO_INTS  # rows given up since the last output, before admissions
-    copies: NDArray[np.int32] = NO_PAIRS  # [k, 2] device block -> device block
-    swap_out: NDArray[np.int32] = NO_PAIRS  # [k, 2] device block -> host block
-    swap_in: NDArray[np.int32] = NO_PAIRS  # [k, 2] host block -> device block
+    copies: Copies | None = None  # device block src -> device block dst; None = none
+    swap_out: tuple[SwapPlan, ...] = ()  # device -> host, one plan a victim
+    swap_in: tuple[SwapPlan, ...] = ()  # host -> device, one plan a request that comes back
     blocked: Request | None = None  # head of the queue, if it did not fit
     blocked_hit: int = 0  # its prefix hit, tokens
 
@@ -113,7 +111,7 @@ class StepResult(NamedTuple):
     """
 
     rows: RowIds  # [k]
-    index: NDArray[np.int64]  # [k]
+    index: Counts  # [k]
     counts: Counts  # [k]
     token_ids: TokenIds  # [sum of counts]
     requests: NDArray[np.object_]  # [k]

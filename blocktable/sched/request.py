@@ -17,6 +17,7 @@ import numpy as np
 
 from blocktable.core.errors import RequestError
 from blocktable.core.types import TokenIds
+from blocktable.manager import SwapPlan, TokenSequence
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -81,10 +82,17 @@ class Request:
     finished_at: float | None = None
     tokens: TokenIds = field(init=False, repr=False)
     """int32 [prompt + generated so far], while the request holds no row and once it has ended."""
-    root: Any = field(default=None, init=False, repr=False)
+    sequence: TokenSequence | None = field(default=None, init=False, repr=False)
     order: tuple[float, ...] = field(default=(), init=False, repr=False)
-    skipped: int = field(default=0, init=False, repr=False)
-    swap: Any = field(default=None, init=False, repr=False)
+    """Its place in line: smaller goes first."""
+    passed_over: int = field(default=0, init=False, repr=False)
+    """Steps in which others were admitted past it."""
+    swap: SwapPlan | None = field(default=None, init=False, repr=False)
+    late: int = field(default=0, init=False, repr=False)
+    """Tokens still to come from steps in flight when it was preempted."""
+    forked: bool = field(default=False, init=False, repr=False)
+    """Its ``n - 1`` children exist."""
+    last_token_at: float = field(default=float("nan"), init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.prompt_token_ids = token_array(self.request_id, self.prompt_token_ids)
@@ -120,7 +128,8 @@ def token_array(request_id: str, tokens: Sequence[int] | TokenIds) -> TokenIds:
         raise RequestError(f"request {request_id!r}: bad prompt token ids: {error}") from None
     if array.ndim != 1 or array.size == 0:
         raise RequestError(
-            f"request {request_id!r}: the prompt must hold at least 1 token, got shape {array.shape}"
+            f"request {request_id!r}: the prompt must hold at least 1 token, "
+            f"got an array of shape {array.shape}"
         )
     if array.dtype.kind not in "iu":
         raise RequestError(
@@ -128,9 +137,7 @@ def token_array(request_id: str, tokens: Sequence[int] | TokenIds) -> TokenIds:
         )
     if array.min() < 0 or array.max() > INT32_MAX:
         bad = array[(array < 0) | (array > INT32_MAX)][0]
-        raise RequestError(
-            f"request {request_id!r}: token id {bad} is outside 0..{INT32_MAX}"
-        )
+        raise RequestError(f"request {request_id!r}: token id {bad} is outside 0..{INT32_MAX}")
     return array.astype(np.int32)
 
 

@@ -17,9 +17,7 @@ _BOUNDS_ARRAY = np.array(BOUNDS)
 class Histogram:
     """Times in seconds, in fixed buckets; bucket i counts values <= BOUNDS[i]."""
 
-    counts: NDArray[np.int64] = field(
-        default_factory=lambda: np.zeros(len(BOUNDS) + 1, np.int64)
-    )
+    counts: NDArray[np.int64] = field(default_factory=lambda: np.zeros(len(BOUNDS) + 1, np.int64))
     total: float = 0.0
     count: int = 0
 

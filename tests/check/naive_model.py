@@ -94,6 +94,7 @@ class NaiveModel:
         cap = (len(tokens) - 1) // self.bs
         found: list[list[Block | None]] = []
         for group, window in enumerate(self.windows):
+
             def get(i: int, group: int = group) -> Block | None:
                 copies = self.index.get(self.key(group, tokens, salt, i))
                 return copies[0] if copies else None

@@ -49,8 +49,9 @@ def random_script(seed: int, operations: int = 80, spec: str | None = None) -> l
         ready = [r.id for r in model.running if r.computed == len(r.tokens)]
         roll = rng.random()
         if roll < 0.22 or not live:
+            salt = rng.choice([None, None, None, "s1"])
             op = {"op": "new", "id": f"r{i}", "tokens": prompt(),
-                  "max_tokens": rng.randint(1, 24), "salt": rng.choice([None, None, None, "s1"])}  # fmt: skip
+                  "max_tokens": rng.randint(1, 24), "salt": salt}  # fmt: skip
         elif ready and roll < 0.50:
             some = [r for r in ready if rng.random() < 0.9] + rng.sample(live, k=rng.random() < 0.1)
             op = {"op": "sample", "tokens": {r: tokens(rng.choice([1, 1, 1, 2])) for r in some}}
