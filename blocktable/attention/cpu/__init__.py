@@ -3,6 +3,6 @@
 ``BLOCKTABLE_CPU_KERNEL`` = ``native`` | ``numba`` | ``reference`` forces a back end.
 """
 
-from blocktable.attention.cpu.backend import paged_attention, write_kv
+from blocktable.attention.cpu.backend import paged_attention, plan_step, write_kv
 
-__all__ = ["paged_attention", "write_kv"]
+__all__ = ["paged_attention", "plan_step", "write_kv"]

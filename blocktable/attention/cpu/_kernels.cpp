@@ -1,0 +1,184 @@
+// Paged attention and KV writes for CPUs, as a CPython extension without torch.
+//
+// Arrays come as addresses and element strides; the Python side (native.py) checks shapes and keeps
+// the arrays alive. Each kernel is compiled for several instruction set levels and chosen at run
+// time from what the CPU has, so one wheel runs everywhere.
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include <cmath>
+#include <cstring>
+#include <type_traits>
+#include <memory>
+
+#include "_plan.h"
+#include "_threads.h"
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace blocktable {
+
+enum class Type { f32 = 0, bf16 = 1, f16 = 2 };
+
+struct Pages { int64_t block, head, token; };  // strides in elements
+
+struct Call {
+  const Plan* plan;
+  const void *q, *k, *v;
+  void* out;
+  float* lse;
+  const int32_t* table;
+  int64_t table_stride, q_token, q_head, out_token, out_head, size, size_v;
+  Pages k_at, v_at;
+  Type q_type, kv_type;
+  const float *sinks, *slopes, *k_scale, *v_scale;
+  float scale, softcap;
+  float* parts;                // partial results, rows of padded(size_v) + 2
+  std::atomic<int>* pending;   // parts still missing of each merge
+};
+
+struct Write {
+  const void* from;
+  void* to;
+  const int64_t* slots;
+  const float* factor;  // of each KV head, or null
+  int64_t from_token, from_head, kv_heads, block_size, size;
+  Pages at;
+  Type from_type, to_type;
+};
+
+struct Level {
+  const char* name;
+  size_t (*scratch_floats)(const Call&);
+  void (*run_item)(const Call&, const Item&, float*);
+  void (*write_tokens)(const Write&, int64_t, int64_t);
+};
+
+#if defined(__x86_64__)
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c"))), apply_to = function)
+#else
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")
+#endif
+#define BT_LEVEL 512
+namespace avx512 {
+#include "_simd.h"
+#include "_attend.h"
+#include "_write.h"
+}  // namespace avx512
+#undef BT_LEVEL
+#if defined(__clang__)
+#pragma clang attribute pop
+#pragma clang attribute push(__attribute__((target("avx2,fma,f16c"))), apply_to = function)
+#else
+#pragma GCC pop_options
+#pragma GCC push_options
+#pragma GCC target("avx2,fma,f16c")
+#endif
+#define BT_LEVEL 256
+namespace avx2 {
+#include "_simd.h"
+#include "_attend.h"
+#include "_write.h"
+}  // namespace avx2
+#undef BT_LEVEL
+#if defined(__clang__)
+#pragma clang attribute pop
+#else
+#pragma GCC pop_options
+#endif
+#endif  // __x86_64__
+
+#define BT_LEVEL 0
+namespace generic {
+#include "_simd.h"
+#include "_attend.h"
+#include "_write.h"
+}  // namespace generic
+#undef BT_LEVEL
+
+// Best first.
+static std::vector<Level> levels() {
+  std::vector<Level> found;
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
+    found.push_back({"avx512", avx512::scratch_floats, avx512::run_item, avx512::write_tokens});
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
+    found.push_back({"avx2", avx2::scratch_floats, avx2::run_item, avx2::write_tokens});
+#endif
+  found.push_back({"generic", generic::scratch_floats, generic::run_item, generic::write_tokens});
+  return found;
+}
+
+static const std::vector<Level>& all_levels() {
+  static const std::vector<Level> found = levels();
+  return found;
+}
+
+// Memory that grows and stays with its thread: no allocation in a step once warm.
+static float* thread_memory(size_t floats) {
+  static thread_local std::unique_ptr<float[]> memory;
+  static thread_local size_t size = 0;
+  if (size < floats + 16) {
+    memory.reset(new float[floats + 16]);
+    size = floats + 16;
+  }
+  return reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(memory.get()) + 63) & ~uintptr_t(63));
+}
+
+struct Team {  // items are handed out `grain` at a time
+  const Call* call;
+  const Level* level;
+  std::atomic<size_t> next{0};
+  size_t grain;
+};
+
+static void take_items(void* data) {
+  Team& team = *static_cast<Team*>(data);
+  const std::vector<Item>& items = team.call->plan->items;
+  float* memory = nullptr;
+  for (size_t at; (at = team.next.fetch_add(team.grain)) < items.size();) {
+    if (!memory) memory = thread_memory(team.level->scratch_floats(*team.call));
+    for (size_t i = at; i < std::min(at + team.grain, items.size()); i++)
+      team.level->run_item(*team.call, items[i], memory);
+  }
+}
+
+constexpr int64_t kSerialWork = 1 << 14;  // key-row-elements below which one thread is faster
+
+static void attend(Call& call, const Level& level, int threads, bool own_pool) {
+  const Plan& plan = *call.plan;
+  const int64_t width = (call.size_v + 15) / 16 * 16 + 2;
+  std::unique_ptr<float[]> parts;
+  std::unique_ptr<std::atomic<int>[]> pending;
+  if (plan.part_rows) {
+    parts.reset(new float[size_t(plan.part_rows * width)]);
+    pending.reset(new std::atomic<int>[plan.merges.size()]);
+    for (size_t i = 0; i < plan.merges.size(); i++) pending[i] = plan.merges[i].parts;
+    call.parts = parts.get();
+    call.pending = pending.get();
+  }
+  const size_t bytes = call.q_type == Type::f32 ? 4 : 2;
+  for (int32_t token : plan.idle) {
+    for (int h = 0; h < plan.shape.heads; h++) {
+      memset((char*)call.out + (token * call.out_token + h * call.out_head) * bytes, 0, call.size_v * bytes);
+      if (call.lse) call.lse[int64_t(token) * plan.shape.heads + h] = -INFINITY;
+    }
+  }
+  Team team;
+  team.call = &call;
+  team.level = &level;
+  threads = int(std::min<size_t>(threads, plan.items.size()));
+  if (plan.work * (call.size + call.size_v) < kSerialWork) threads = 1;
+  team.grain = std::max<size_t>(1, std::min<size_t>(16, plan.items.size() / (16 * std::max(1, threads))));
+  parallel(threads, own_pool, take_items, &team);
+}
+
+}  // namespace blocktable
+
+#include "_module.h"
