@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
-from blocktable.core.types import Counts, RowIds
+from blocktable.core.types import BlockIds, Counts, RowIds
 from blocktable.sched.admission import Admitted, Blocked, fork_children
-from blocktable.sched.output import SchedulerOutput
+from blocktable.sched.output import NO_PAIRS, SchedulerOutput
 from blocktable.sched.running import Batch
 from blocktable.sched.state import InFlight, SchedulerState
 
@@ -52,16 +53,28 @@ def emit(
         output = output._replace(
             admitted=tuple(state.admitted), forked=tuple(state.forked),
             preempted=tuple(state.preempted), released=np.array(state.released, np.int32),
-            copies=copies if copies is not None and len(copies.src) else None,
-            swap_out=tuple(state.swap_out), swap_in=tuple(state.swap_in),
+            copies=NO_PAIRS if copies is None else _pairs([(copies.src, copies.dst)]),
+            swap_out=_pairs([(plan.device, plan.host) for plan in state.swap_out]),
+            swap_in=_pairs([(plan.host, plan.device) for plan in state.swap_in]),
             blocked=blocked.request if blocked else None,
             blocked_hit=blocked.hit if blocked else 0,
         )  # fmt: skip
+        plans = state.swap_out
         state.clear_notes()
-    state.in_flight.append(InFlight(output, []))
+        state.in_flight.append(InFlight(output, [], plans))
+    else:
+        state.in_flight.append(InFlight(output, [], []))
     state.stats.steps += 1
     state.stats.scheduled_tokens += total
     return output
+
+
+def _pairs(moves: list[tuple[BlockIds, BlockIds]]) -> NDArray[np.int32]:
+    """[k, 2] all (source, target) pairs of some moves; block ids are unique over all groups."""
+    moves = [move for move in moves if len(move[0])]
+    if not moves:
+        return NO_PAIRS
+    return np.concatenate([np.stack(move, axis=1) for move in moves]).astype(np.int32)
 
 
 def _samples(state: SchedulerState, batch: Batch) -> tuple[RowIds, Counts]:

@@ -20,9 +20,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from blocktable.core.types import Counts, RowIds, StepId, TokenIds
-from blocktable.manager import Copies, SwapPlan
 from blocktable.sched.request import Request
 
+NO_PAIRS: NDArray[np.int32] = np.zeros((0, 2), np.int32)
+NO_PAIRS.flags.writeable = False
 NO_INTS: NDArray[np.int32] = np.zeros(0, np.int32)
 NO_INTS.flags.writeable = False
 
@@ -70,9 +71,9 @@ class SchedulerOutput(NamedTuple):
     forked: tuple[Fork, ...] = ()
     preempted: tuple[Request, ...] = ()
     released: RowIds = NO_INTS  # rows given up since the last output, before admissions
-    copies: Copies | None = None  # device block src -> device block dst; None = none
-    swap_out: tuple[SwapPlan, ...] = ()  # device -> host, one plan a victim
-    swap_in: tuple[SwapPlan, ...] = ()  # host -> device, one plan a request that comes back
+    copies: NDArray[np.int32] = NO_PAIRS  # [k, 2] device block -> device block
+    swap_out: NDArray[np.int32] = NO_PAIRS  # [k, 2] device block -> host block
+    swap_in: NDArray[np.int32] = NO_PAIRS  # [k, 2] host block -> device block
     blocked: Request | None = None  # head of the queue, if it did not fit
     blocked_hit: int = 0  # its prefix hit, tokens
 

@@ -34,6 +34,8 @@ class InFlight(NamedTuple):
     output: SchedulerOutput
     stale: list[int]
     """Rows of it that changed hands since: their tokens are not taken."""
+    swap_out: list[SwapPlan]
+    """Copies to host memory that the step makes."""
 
 
 class SchedulerState:

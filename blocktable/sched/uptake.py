@@ -145,7 +145,7 @@ def cancel_step(state: SchedulerState, output: SchedulerOutput) -> None:
     state.manager.end_step(output.step_id)
     for key in [key for key in state.late if key[0] == output.step_id]:
         state.late.pop(key).late -= 1
-    restored = {entry.row for entry in output.admitted} if output.swap_in else set()
+    restored = {entry.row for entry in output.admitted} if len(output.swap_in) else set()
     gone = set(step.stale)
     starts = dict(zip(output.rows.tolist(), output.num_computed.tolist(), strict=True))
     children = [entry.row for entry in output.forked]
@@ -153,7 +153,7 @@ def cancel_step(state: SchedulerState, output: SchedulerOutput) -> None:
         if row not in gone:
             start = 0 if row in restored else starts.get(row)
             state.preempt(row, allow_swap=False, really_computed=start)
-    plans = {id(plan) for plan in output.swap_out}
+    plans = {id(plan) for plan in step.swap_out}
     for request in output.preempted:
         if id(request.swap) in plans:  # the copy to the host was never made
             forget_host_copy(state, request)
