@@ -147,8 +147,8 @@ class AttentionSwitch:
     """
 
     def __init__(self, model: torch.nn.Module, name: str = ATTENTION_NAME) -> None:
-        configs = {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}
-        self._configs = [c for c in configs.values() if hasattr(c, "_attn_implementation")]
+        found = {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}
+        self._configs = [c for c in found.values() if hasattr(c, "_attn_implementation")]
         self._name = name
         self._before: list[Any] = []
 

@@ -1,7 +1,7 @@
 """How a model's attention layers share the block pool and its memory.
 
-Layers that keep the same blocks (same window, same shapes) form groups of equal size, and layer j of
-every group lies in the same memory, because a block belongs to one group at a time::
+Layers that keep the same blocks (same window, same shapes) form groups of equal size, and layer j
+of every group lies in the same memory, because a block belongs to one group at a time::
 
                  memory 0        memory 1
     group 0      layer 0         layer 2         full attention

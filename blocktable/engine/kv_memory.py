@@ -1,4 +1,5 @@
-"""The memory behind the block pool: one tensor of pages a memory, seen by each layer as its cache."""
+"""The memory behind the block pool: one tensor of pages a memory, seen by each layer as its
+cache."""
 
 from __future__ import annotations
 
@@ -18,8 +19,8 @@ class KVMemory:
 
     ``pages[m]`` is ``[num_blocks, page_elements]``; a page holds a block's keys, then its values,
     so a layer whose K and V vectors are equally long sees ``[num_blocks, 2, Hkv, block_size, D]``.
-    ``caches`` has each layer's views by ``id(module)``. All memory is zeroed; on a CPU it comes from
-    calloc, so that pages no token was written to cost nothing.
+    ``caches`` has each layer's views by ``id(module)``. All memory is zeroed; on a CPU it comes
+    from calloc, so that pages no token was written to cost nothing.
     """
 
     def __init__(

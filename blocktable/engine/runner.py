@@ -101,18 +101,21 @@ class ModelRunner:
         self.memory.swap_in(output.swap_in)
         self.memory.copy(output.copies)
         if self._mixers.modules:
-            self._update_states(output)
+            self._enter_states(output)
         if output.is_empty:
             return None
-        inputs = build_inputs(output, self.manager.tokens)
-        return self._forward(output, inputs)
+        logits = self._forward(output, build_inputs(output, self.manager.tokens))
+        if self._mixers.modules:
+            self._fork_states(output, running=False)
+        return logits
 
     def remember(self, rows: NDArray[np.int32], token_ids: torch.Tensor) -> None:
         """Keep the sampled tokens on the device, for a step scheduled before they are known."""
         self._last_tokens[torch.from_numpy(rows.astype(np.int64)).to(self.device)] = token_ids
 
     def _forward(self, output: SchedulerOutput, inputs: StepInputs) -> torch.Tensor | None:
-        step = PagedStep(self.memory.caches, self._groups(output, inputs), self._attend, self._write)
+        groups = self._groups(output, inputs)
+        step = PagedStep(self.memory.caches, groups, self._attend, self._write)
         ids = self._to_device(inputs.input_ids)
         if output.pending is not None:
             self._fill_pending(ids, output, inputs)
@@ -153,14 +156,22 @@ class ModelRunner:
             groups.append(GroupStep(rows, self._to_device(slots), starts, lens, plan))
         return groups
 
-    def _update_states(self, output: SchedulerOutput) -> None:
+    def _enter_states(self, output: SchedulerOutput) -> None:
         """Bring the stateful mixers' request states in line with the step."""
         self._mixers.release(output.released.tolist())
-        for fork in output.forked:
-            self._mixers.fork(fork.parent_row, fork.row)
+        self._fork_states(output, running=True)
         self._mixers.enter_step(
             output.rows.tolist(), output.num_computed.tolist(), output.query_start_loc.tolist()
         )
+
+    def _fork_states(self, output: SchedulerOutput, *, running: bool) -> None:
+        """Copy states to children: those that run in this step before it, the others (which only
+        draw their first token from it) after it."""
+        if output.forked:
+            in_step = set(output.rows.tolist())
+            for fork in output.forked:
+                if (fork.row in in_step) == running:
+                    self._mixers.fork(fork.parent_row, fork.row)
 
     def _to_device(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self.device, non_blocking=True)

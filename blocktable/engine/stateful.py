@@ -1,4 +1,5 @@
-"""Layers with a state of their own (Mamba, gated delta net, short convolution), one state a request.
+"""Layers with a state of their own (Mamba, gated delta net, short convolution), one state a
+request.
 
 Attention finds a token's past through the block table; these layers carry theirs along in a
 recurrent state. A flattened batch would run one request's state into the next, so each such mixer
@@ -54,8 +55,8 @@ def _cache_name(kind: type) -> str | None:
 class StatefulMixers:
     """The wrapped mixers of one model and the states of its requests.
 
-    Call :meth:`enter_step` before each forward pass. While :attr:`active` is False the mixers behave
-    as transformers wrote them. ``close`` unwraps them.
+    Call :meth:`enter_step` before each forward pass. While :attr:`active` is False the mixers
+    behave as transformers wrote them. ``close`` unwraps them.
     """
 
     def __init__(self, model: Any) -> None:

@@ -1,8 +1,8 @@
 """Loading models: the bundled name, a GGUF file, a Hugging Face directory or id, a model object.
 
 Loading has two halves, so that a file can be read while torch and transformers are being imported
-(2 to 3 s of imports against 0.3 s of reading): :func:`begin` starts the reading and imports neither,
-:meth:`Loading.finish` gives the model.
+(2 to 3 s of imports against 0.3 s of reading): :func:`begin` starts the reading and imports
+neither, :meth:`Loading.finish` gives the model.
 """
 
 from __future__ import annotations
@@ -73,7 +73,8 @@ def begin(source: Any, *, allow_download: bool = False) -> Loading:
     """Find the model and start reading it. Imports neither torch nor transformers.
 
     ``source`` is a bundled name ("smollm2"), the path of a ``.gguf`` file, a Hugging Face directory
-    or id, or a transformers model. Raises LoadError for a path that does not exist or a corrupt file.
+    or id, or a transformers model. Raises LoadError for a path that does not exist or a corrupt
+    file.
     """
     if not isinstance(source, (str, Path)):
         if not hasattr(source, "config") or not hasattr(source, "forward"):

@@ -3,7 +3,8 @@
 The config comes from the file's metadata through transformers' own table of key names, the tensor
 names through gguf-py's, and what llama.cpp's converter did to the values (rotary permutation, norms
 stored as ``w + 1``) is undone here for the common architectures and by transformers' processors for
-the others. Only the reading differs: each tensor is de-quantised once, straight into the state dict.
+the others. Only the reading differs: each tensor is de-quantised once, straight into the state
+dict.
 """
 
 from __future__ import annotations

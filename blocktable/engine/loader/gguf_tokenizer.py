@@ -1,8 +1,8 @@
 """The tokenizer a GGUF file describes.
 
-A byte-level BPE (``tokenizer.ggml.model`` = ``gpt2``) whose splitting rule is known is built here from
-the vocabulary and merges, which needs neither torch nor transformers and can run while those are
-being imported. Everything else goes through transformers' own conversion.
+A byte-level BPE (``tokenizer.ggml.model`` = ``gpt2``) whose splitting rule is known is built here
+from the vocabulary and merges, which needs neither torch nor transformers and can run while those
+are being imported. Everything else goes through transformers' own conversion.
 
 The splitting rules are those of the models' own tokenizer.json files; llama.cpp names them in
 ``tokenizer.ggml.pre``.

@@ -1,4 +1,5 @@
-"""Loading a Hugging Face directory or id; files only from this machine unless downloads are allowed."""
+"""Loading a Hugging Face directory or id; files only from this machine unless downloads are
+allowed."""
 
 from __future__ import annotations
 

@@ -1,0 +1,134 @@
+"""From a loaded model and options to a running engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from blocktable.attention import paged_attention, write_kv
+from blocktable.core.errors import ConfigError
+from blocktable.engine.engine import Engine, ModelLimits
+from blocktable.engine.kv_layout import (
+    KVLayout,
+    available_memory,
+    choose_num_blocks,
+    plan_layout,
+)
+from blocktable.engine.loader import LoadedModel
+from blocktable.engine.options import EngineOptions
+from blocktable.engine.probe import ProbeResult, probe_model
+from blocktable.engine.runner import ModelRunner
+from blocktable.engine.sampling import Sampler
+from blocktable.manager import KVCacheManager
+from blocktable.sched.config import SchedulerConfig
+from blocktable.sched.scheduler import Scheduler
+
+
+def build_engine(loaded: LoadedModel, options: EngineOptions) -> Engine:
+    """Probe the model, size the pool, and wire manager, scheduler, runner and sampler.
+
+    Raises UnsupportedModel or ConfigError; nothing but the model's memory is held then.
+    """
+    model = loaded.model
+    device = torch.device(options.device)
+    if _accelerates(loaded, options):
+        from blocktable.engine.linear import accelerate_linears
+
+        accelerate_linears(model)
+    probed = probe_model(model, paged_attention, write_kv)
+    layout = plan_layout(probed, options.block_size, model.dtype)
+    text_config = model.config.get_text_config()
+    model_len = _model_limit(text_config, options)
+    num_blocks = choose_num_blocks(
+        layout, num_blocks=options.num_blocks, memory_bytes=options.memory_bytes,
+        available=available_memory(device), share=options.memory_share,
+        max_useful_tokens=model_len * options.max_num_seqs,
+    )  # fmt: skip
+    max_model_len = _fit_model_len(layout, options, model_len, num_blocks)
+    config = layout.config(num_blocks)
+    batched = _token_budget(options, max_model_len)
+    manager = KVCacheManager(
+        config, max_num_rows=options.max_num_seqs, max_model_len=max_model_len,
+        max_num_batched_tokens=batched,
+        enable_caching=options.enable_prefix_caching and not probed.mixers.modules,
+        seed=options.seed, host_blocks=options.num_host_blocks,
+    )  # fmt: skip
+    scheduler = Scheduler(_scheduler_config(options, batched, probed), manager)
+    runner = ModelRunner(
+        model, probed, layout, config, manager, attend=paged_attention, write=write_kv,
+        num_host_blocks=options.num_host_blocks,
+    )  # fmt: skip
+    eos = eos_token_ids(model, loaded.tokenizer)
+    sampler = Sampler(
+        options.max_num_seqs, text_config.vocab_size, device, eos_token_ids=eos, seed=options.seed
+    )
+    limits = ModelLimits(text_config.vocab_size, max_model_len, eos)
+    return Engine(runner, scheduler, sampler, limits, tokenizer=loaded.tokenizer, layout=layout)
+
+
+def _accelerates(loaded: LoadedModel, options: EngineOptions) -> bool:
+    wanted = loaded.owned if options.accelerate is None else options.accelerate
+    return wanted and options.device == "cpu"
+
+
+def _model_limit(text_config: Any, options: EngineOptions) -> int:
+    """Most tokens a request may have by the model's or the caller's word."""
+    own = getattr(text_config, "max_position_embeddings", None)
+    if own is None:
+        own = getattr(text_config, "n_positions", None) or 1 << 16
+    if options.max_model_len is not None and options.max_model_len > own:
+        raise ConfigError(
+            f"max_model_len is {options.max_model_len}, but the model has positions for {own}"
+        )
+    return options.max_model_len or own
+
+
+def _fit_model_len(
+    layout: KVLayout, options: EngineOptions, model_len: int, num_blocks: int
+) -> int:
+    """The limit itself where the caller set it (the scheduler checks it), else lowered until a
+    request of that length fits into the pool."""
+    if options.max_model_len is not None or layout.blocks_for(model_len) <= num_blocks - 1:
+        return model_len
+    low, high = 1, model_len
+    while low < high:
+        middle = (low + high + 1) // 2
+        if layout.blocks_for(middle) <= num_blocks - 1:
+            low = middle
+        else:
+            high = middle - 1
+    return max(low, 2)
+
+
+def _token_budget(options: EngineOptions, max_model_len: int) -> int:
+    if options.enable_chunked_prefill:
+        return options.max_num_batched_tokens
+    return max(options.max_num_batched_tokens, max_model_len)
+
+
+def _scheduler_config(
+    options: EngineOptions, batched: int, probed: ProbeResult
+) -> SchedulerConfig:
+    swap = options.preemption == "swap"
+    if swap and probed.mixers.modules:
+        raise ConfigError("preemption 'swap' moves blocks alone; this model keeps states too")
+    return SchedulerConfig(
+        max_num_seqs=options.max_num_seqs, max_num_batched_tokens=batched,
+        policy=options.policy, chunked_prefill=options.enable_chunked_prefill,
+        preemption=options.preemption, num_host_blocks=options.num_host_blocks if swap else 0,
+        max_steps_in_flight=2 if options.async_steps else 1,
+    )  # fmt: skip
+
+
+def eos_token_ids(model: Any, tokenizer: Any | None) -> tuple[int, ...]:
+    """The model's end-of-sequence ids: its generation config's, its config's, the tokenizer's."""
+    sources = (
+        getattr(getattr(model, "generation_config", None), "eos_token_id", None),
+        getattr(model.config.get_text_config(), "eos_token_id", None),
+        getattr(tokenizer, "eos_token_id", None),
+    )
+    for found in sources:
+        if found is not None:
+            return tuple(found) if isinstance(found, (list, tuple)) else (int(found),)
+    return ()

@@ -1,0 +1,314 @@
+"""The engine loop: schedule, run, sample, take the tokens, tell the callers.
+
+::
+
+    add_request --> scheduler.add
+    step:  launch   schedule --> runner.execute --> sampler.sample      (device work is queued)
+           collect  scheduler.update --> text, stop strings, logprobs --> RequestOutput
+
+With two steps in flight the next step is launched before the last one is collected.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from blocktable.core.errors import RequestError
+from blocktable.engine.detokenize import Detokenizer
+from blocktable.engine.outputs import RequestOutput, TokenLogprobs
+from blocktable.engine.params import SamplingParams, check_prompt_ids
+from blocktable.engine.sampling import Sampler, SamplerOutput
+from blocktable.engine.tracking import Completion, Tracked, logprobs_by_line
+from blocktable.sched.output import SchedulerOutput, StepResult
+from blocktable.sched.request import Request
+from blocktable.sched.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    from blocktable.engine.kv_layout import KVLayout
+    from blocktable.engine.runner import ModelRunner
+
+_NO_TOKENS = np.zeros(0, np.int64)
+
+
+class ModelLimits(NamedTuple):
+    """What a request is checked against."""
+
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: tuple[int, ...]
+
+
+class Launched(NamedTuple):
+    """A step whose device work is queued and whose tokens have not been taken."""
+
+    output: SchedulerOutput
+    sampled: SamplerOutput | None
+
+
+class Engine:
+    """Serves requests over one model. Not thread-safe: one thread calls it.
+
+    ``runner`` has ``execute(output) -> logits or None`` and ``remember(rows, token_ids)``; the
+    scheduler's manager holds the block tables that the runner reads.
+    """
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        scheduler: Scheduler,
+        sampler: Sampler,
+        limits: ModelLimits,
+        *,
+        tokenizer: Any | None = None,
+        layout: KVLayout | None = None,
+    ) -> None:
+        self.runner, self.scheduler, self.sampler = runner, scheduler, sampler
+        self.limits, self.tokenizer, self.layout = limits, tokenizer, layout
+        self.detokenizer = None if tokenizer is None else Detokenizer(tokenizer)
+        self._tracked: dict[str, Tracked] = {}
+        self._launched: deque[Launched] = deque()
+        self._aborted: list[Tracked] = []
+        self._depth = scheduler.config.max_steps_in_flight
+
+    @property
+    def manager(self) -> Any:
+        """The KV cache manager behind the scheduler."""
+        return self.runner.manager
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Some request has not been told to be finished yet."""
+        return bool(self._tracked) or bool(self._launched) or bool(self._aborted)
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of a request, prompt and output."""
+        return self.limits.max_model_len
+
+    @property
+    def block_size(self) -> int:
+        """Positions in one block."""
+        return 0 if self.layout is None else self.layout.block_size
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block of the pool over all layers that share it."""
+        return 0 if self.layout is None else self.layout.bytes_per_block
+
+    # --- requests ---
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: str | Sequence[int],
+        params: SamplingParams,
+        *,
+        streaming: bool = True,
+        priority: int = 0,
+        salt: str | None = None,
+        arrival: float | None = None,
+    ) -> None:
+        """Queue a request. ``prompt`` is a text or token ids; without ``streaming`` it is reported
+        once, when it is finished. Raises RequestError, and holds nothing then, for what can never
+        be served: ids outside the vocabulary, a prompt longer than model or pool, an id in use."""
+        if request_id in self._tracked:
+            raise RequestError(f"request id {request_id!r} is in use")
+        text = prompt if isinstance(prompt, str) else None
+        ids = self.encode(prompt) if isinstance(prompt, str) else prompt
+        tokens = check_prompt_ids(ids, self.limits.vocab_size, self.limits.max_model_len)
+        params.check_model(self.limits.vocab_size)
+        arrival = time.monotonic() if arrival is None else arrival
+        seed = self.sampler.fresh_seed() if params.seed is None else params.seed
+        tracked = Tracked(request_id, text, tokens, params, seed, streaming, arrival)
+        self.scheduler.add(self._request(tracked, priority, salt))
+        self._tracked[request_id] = tracked
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text; RequestError where the model has no tokenizer."""
+        if self.tokenizer is None:
+            raise RequestError("this model has no tokenizer: give prompts as token ids")
+        return self.tokenizer(text)["input_ids"]
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """End requests with all their completions; each is reported once more, as aborted."""
+        for request_id in request_ids:
+            tracked = self._tracked.pop(request_id, None)
+            if tracked is None:
+                continue
+            names = [request_id, *(f"{request_id}#{i}" for i in range(1, tracked.params.n))]
+            self.scheduler.finish(names, "abort")
+            self._end_all(tracked, "abort")
+            self._aborted.append(tracked)
+
+    def _request(self, tracked: Tracked, priority: int, salt: str | None) -> Request:
+        params, eos = tracked.params, self.limits.eos_token_ids
+        room = self.limits.max_model_len - len(tracked.prompt_token_ids)
+        more = () if params.ignore_eos else eos[1:]
+        return Request(
+            request_id=tracked.request_id,
+            prompt_token_ids=np.asarray(tracked.prompt_token_ids, np.int32),
+            max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
+            min_tokens=params.min_tokens, eos_token_id=eos[0] if eos else None,
+            stop_token_ids=(*params.stop_token_ids, *more), ignore_eos=params.ignore_eos,
+            n=params.n, priority=priority, salt=salt, arrival=tracked.arrival, params=tracked,
+        )  # fmt: skip
+
+    # --- steps ---
+
+    def step(self) -> list[RequestOutput]:
+        """Run one step; returns the requests that gained tokens (streaming ones) or ended."""
+        while len(self._launched) < self._depth and self.scheduler.has_work:
+            before = len(self._launched)
+            self._launch()
+            if len(self._launched) == before:
+                break
+        outputs = [tracked.to_output() for tracked in self._aborted]
+        self._aborted.clear()
+        if self._launched:
+            outputs += self._collect(self._launched.popleft())
+        return outputs
+
+    def _launch(self) -> None:
+        """Schedule a step and queue its device work. An exception takes the step back."""
+        output = self.scheduler.schedule()
+        self._place_rows(output)
+        try:
+            logits = self.runner.execute(output)
+            sampled = None
+            if logits is not None:
+                positions = output.seq_lens[output.sample_index].astype(np.int64)
+                sampled = self.sampler.sample(logits, output.sample_rows, positions)
+                if self._depth > 1:
+                    self.runner.remember(output.sample_rows, sampled.token_ids)
+        except BaseException:
+            for launched in reversed([*self._launched, Launched(output, None)]):
+                self.scheduler.cancel(launched.output)
+            self._launched.clear()
+            raise
+        self._launched.append(Launched(output, sampled))
+
+    def _place_rows(self, output: SchedulerOutput) -> None:
+        """Tell the sampler who is in which row."""
+        self.sampler.clear_rows(output.released)
+        for admission in output.admitted:
+            self._place(admission.request, admission.row, admission.request.tokens)
+            if admission.request.num_preemptions == 0:
+                tracked: Tracked = admission.request.params
+                tracked.num_cached_tokens = admission.num_cached
+        for fork in output.forked:
+            known = int(self.manager.num_tokens[fork.row])
+            self._place(fork.request, fork.row, self.manager.tokens[fork.row, :known])
+
+    def _place(self, request: Request, row: int, tokens: np.ndarray) -> None:
+        tracked: Tracked = request.params
+        self.sampler.add_row(
+            row, tracked.params, tracked.prompt_token_ids,
+            output_token_ids=tokens[request.num_prompt_tokens :].tolist(),
+            index=request.index, seed=tracked.seed,
+        )  # fmt: skip
+
+    def _collect(self, launched: Launched) -> list[RequestOutput]:
+        """Wait for a step's tokens and hand them out."""
+        sampled, logprobs = launched.sampled, None
+        tokens = _NO_TOKENS
+        if sampled is not None:
+            tokens = sampled.token_ids.cpu().numpy()
+            if sampled.logprobs is not None:
+                logprobs = logprobs_by_line(sampled.logprobs, tokens, self.detokenizer)
+        result = self.scheduler.update(launched.output, tokens)
+        return self._hand_out(result, logprobs)
+
+    def _hand_out(
+        self, result: StepResult, logprobs: dict[int, TokenLogprobs] | None
+    ) -> list[RequestOutput]:
+        touched: dict[str, Tracked] = {}
+        stopped: list[str] = []
+        token_ids, start = result.token_ids.tolist(), 0
+        lines = result.index.tolist() if logprobs is not None else ()
+        counts = result.counts.tolist()
+        for j, request in enumerate(result.requests.tolist()):
+            new, start = token_ids[start : start + counts[j]], start + counts[j]
+            tracked: Tracked = request.params
+            completion = tracked.start(request.index, self.detokenizer, request)
+            if logprobs is not None and lines[j] in logprobs:
+                _add_logprobs(completion, logprobs[lines[j]])
+            if self._grow(tracked, completion, request, new):
+                stopped.append(request.request_id)
+            if tracked.streaming or completion.output.finish_reason is not None:
+                touched[tracked.request_id] = tracked
+        for request in result.finished:
+            tracked = request.params
+            completion = tracked.start(request.index, self.detokenizer, request)
+            if not completion.output.finished:
+                self._finish(completion, request.finish_reason or "length", None)
+            touched[tracked.request_id] = tracked
+        if stopped:
+            self.scheduler.finish(stopped, "stop")
+        return self._report(touched)
+
+    def _grow(
+        self, tracked: Tracked, completion: Completion, request: Request, new: list[int]
+    ) -> bool:
+        """Take a completion's new tokens. True if a stop string ended it just now."""
+        output, stream = completion.output, completion.stream
+        output.token_ids += new
+        if stream is not None and (tracked.streaming or tracked.params.stop_strings):
+            stop = stream.push(self._visible(tracked, completion, request))
+            output.text = stream.text
+            if stop is not None:
+                if request.finish_reason is None:
+                    output.finish_reason, output.stop_reason = "stop", stop
+                    return True
+                output.finish_reason, output.stop_reason = "stop", stop
+                return False
+        if request.finish_reason is not None:
+            self._finish(completion, request.finish_reason, request.stop_token)
+        return False
+
+    def _visible(self, tracked: Tracked, completion: Completion, request: Request) -> list[int]:
+        """Tokens not pushed yet; a stop token is shown only where the request asks for it."""
+        ids = completion.output.token_ids
+        end = len(ids)
+        if request.stop_token is not None and not tracked.params.include_stop_str_in_output:
+            end -= 1
+        new, completion.shown = ids[completion.shown : end], end
+        return new
+
+    def _finish(self, completion: Completion, reason: Any, stop_token: int | None) -> None:
+        output, request = completion.output, completion.request
+        if completion.stream is not None and request is not None:
+            tracked: Tracked = request.params
+            stop = completion.stream.push(self._visible(tracked, completion, request))
+            output.text = completion.stream.text if stop else completion.stream.finish()
+        output.finish_reason = reason
+        if stop_token is not None and stop_token not in self.limits.eos_token_ids:
+            output.stop_reason = stop_token
+
+    def _end_all(self, tracked: Tracked, reason: Any) -> None:
+        for completion in tracked.completions:
+            if not completion.output.finished:
+                self._finish(completion, reason, None)
+
+    def _report(self, touched: dict[str, Tracked]) -> list[RequestOutput]:
+        outputs = []
+        for request_id, tracked in touched.items():
+            if request_id not in self._tracked:  # aborted meanwhile
+                continue
+            done = tracked.finished
+            if done:
+                del self._tracked[request_id]
+            if done or tracked.streaming:
+                outputs.append(tracked.to_output())
+        return outputs
+
+
+def _add_logprobs(completion: Completion, logprobs: TokenLogprobs) -> None:
+    output = completion.output
+    if output.logprobs is not None:
+        output.logprobs.append(logprobs)
+        output.cumulative_logprob = (output.cumulative_logprob or 0.0) + logprobs.chosen.logprob

@@ -1,0 +1,71 @@
+"""What an engine is built with, checked once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from blocktable.core.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """Options of :class:`blocktable.LLM`. Raises ConfigError for a value that cannot work.
+
+    Attributes:
+        dtype: "auto" (bfloat16 where the device computes it fast), "float32", "bfloat16",
+        "float16". device: "cpu", "cuda" or "cuda:<index>".
+        block_size: positions in one block.
+        num_blocks: blocks of the pool, the null block included; None sizes the pool from memory.
+        memory_bytes: memory for the pool, where ``num_blocks`` is None.
+        memory_share: share of the memory available at start, where neither is given.
+        max_model_len: most tokens of a request, prompt and output; None is the model's own limit,
+            lowered to what the pool holds.
+        max_num_seqs: most requests that run at once.
+        max_num_batched_tokens: most tokens computed in one step; raised to ``max_model_len`` where
+            prompts may not be cut (``enable_chunked_prefill=False``).
+        enable_prefix_caching: share computed blocks of equal prefixes (models whose layers keep
+            states of their own never do).
+        enable_chunked_prefill: a prompt may be computed over several steps.
+        preemption: what a victim's blocks become: recomputed later, or copied to host memory.
+        num_host_blocks: blocks of host memory for ``preemption="swap"``.
+        policy: "fcfs" or "priority".
+        seed: fixes draws of requests that bring no seed, and the prefix keys.
+        accelerate: swap linear layers for faster ones that round alike; None does so for models
+            loaded here, not for a model object that the caller may be using elsewhere.
+        async_steps: schedule a step while the one before it is still on the device.
+    """
+
+    dtype: str = "auto"
+    device: str = "cpu"
+    block_size: int = 16
+    num_blocks: int | None = None
+    memory_bytes: int | None = None
+    memory_share: float = 0.25
+    max_model_len: int | None = None
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2048
+    enable_prefix_caching: bool = True
+    enable_chunked_prefill: bool = True
+    preemption: Literal["recompute", "swap"] = "recompute"
+    num_host_blocks: int = 0
+    policy: Literal["fcfs", "priority"] = "fcfs"
+    seed: int | None = None
+    accelerate: bool | None = None
+    async_steps: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("block_size", "max_num_seqs", "max_num_batched_tokens"):
+            _positive(name, getattr(self, name))
+        for name in ("num_blocks", "memory_bytes", "max_model_len"):
+            if getattr(self, name) is not None:
+                _positive(name, getattr(self, name))
+        if not 0.0 < self.memory_share <= 1.0:
+            raise ConfigError(f"memory_share must be in (0, 1], got {self.memory_share!r}")
+        if not (self.device == "cpu" or self.device.split(":")[0] == "cuda"):
+            raise ConfigError(f"device must be cpu or cuda, got {self.device!r}")
+
+
+def _positive(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(f"{name} must be a positive integer, got {value!r}")

