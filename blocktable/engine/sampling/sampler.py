@@ -10,9 +10,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from blocktable.core.errors import RequestError
 from blocktable.core.types import RowIds
 from blocktable.engine.params import SamplingParams
 from blocktable.engine.sampling.draw import draw_filtered, draw_plain
+from blocktable.engine.sampling.grammar import GrammarRows, apply_bits
 from blocktable.engine.sampling.penalties import TokenCounts, apply_penalties
 from blocktable.engine.sampling.rng import uniforms
 from blocktable.engine.sampling.rows import SamplingRows
@@ -67,6 +69,7 @@ class Sampler:
         device: where the logits are.
         eos_token_ids: the model's own end-of-sequence tokens, held back by ``min_tokens``.
         seed: seed for the seeds of requests that bring none; None takes the system's entropy.
+        grammars: needed for requests with a ``json_schema``.
     """
 
     def __init__(
@@ -77,10 +80,12 @@ class Sampler:
         *,
         eos_token_ids: Sequence[int] = (),
         seed: int | None = None,
+        grammars: GrammarRows | None = None,
     ) -> None:
         self.vocab_size, self.device = vocab_size, torch.device(device)
         self.rows = SamplingRows(max_num_rows)
         self.counts = TokenCounts(max_num_rows, vocab_size, self.device)
+        self.grammars = grammars
         self._eos = tuple(eos_token_ids)
         self._seeds = np.random.default_rng(seed)
         self._plan: _Plan | None = None
@@ -102,8 +107,15 @@ class Sampler:
         """Take a request (or a resumed one, with its output so far) into a row.
 
         ``index`` tells the ``n`` completions of one request apart; ``seed`` stands in for a
-        missing ``params.seed``. O(1), or O(V + tokens) with penalties.
+        missing ``params.seed``. O(1), or O(V + tokens) with penalties. RequestError for a JSON
+        schema that cannot be followed.
         """
+        if params.json_schema is not None:
+            if self.grammars is None:
+                raise RequestError("json_schema needs a tokenizer, this engine has none")
+            self.grammars.add(row, params.json_schema, output_token_ids)
+        elif self.grammars is not None:
+            self.grammars.clear(np.array([row]))
         if params.seed is not None:
             seed = params.seed
         self.rows.set(
@@ -121,7 +133,10 @@ class Sampler:
         if len(rows):
             self.rows.clear(rows)
             self.counts.release(rows)
+            if self.grammars is not None:
+                self.grammars.clear(rows)
 
+    @torch.inference_mode()
     def sample(
         self, logits: Tensor, rows: RowIds, positions: NDArray[np.int64], mask: Tensor | None = None
     ) -> SamplerOutput:
@@ -131,19 +146,25 @@ class Sampler:
             logits: [n, V] of any float type on the sampler's device; may be overwritten.
             rows: [n] int32 on the host, the row of each line of the logits.
             positions: [n] int64 on the host, the position the drawn token will have.
-            mask: [n, V] bool, True where a token is allowed (grammars); None allows all.
+            mask: [n, V] bool, True where a token is allowed; None allows all.
 
         Returns:
-            The tokens, on the device. The host is never made to wait for a GPU.
+            The tokens, on the device. The host waits for a GPU only if a row has a grammar.
         """
         plan = self._plan_for(rows)
+        guided = self.grammars.lines(rows) if self.grammars is not None else []
         simple = not (len(plan.logprobs) or len(plan.penalised) or len(plan.listed))
-        if simple and not len(plan.random) and not len(plan.ends) and mask is None:
+        simple = simple and not len(plan.ends) and mask is None and not guided
+        if simple and not len(plan.random):
             return SamplerOutput(logits.argmax(-1), None)
         logits = logits.float()
         raw = self._rows_of(logits, plan.logprobs).clone() if len(plan.logprobs) else None
         self._shape(logits, rows, positions, plan, mask)
+        if self.grammars is not None and guided:
+            apply_bits(logits, guided, self.grammars.bits(rows[guided]))
         tokens = self._draw(logits, rows, positions, plan)
+        if self.grammars is not None and guided:
+            self.grammars.accept(rows[guided], tokens[guided])
         if len(plan.penalised):
             lines = self.counts.lines(rows[plan.penalised])
             self.counts.add(self._upload(lines), self._rows_of(tokens, plan.penalised))
