@@ -1,0 +1,77 @@
+"""Find a model's configuration: a mapping, a ``config.json``, a folder, or a name on the hub."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from blocktable.core.errors import LoadError
+
+
+class ReadConfig(NamedTuple):
+    """``values`` has the defaults of the model's family filled in where transformers knows it.
+
+    ``num_parameters`` counts the model built without memory; None where transformers cannot.
+    """
+
+    name: str
+    values: dict[str, Any]
+    num_parameters: int | None
+
+
+def read_config(model: str | Path | Mapping[str, Any], *, count: bool = True) -> ReadConfig:
+    """Read a configuration; weights are never read. Raises LoadError."""
+    if isinstance(model, Mapping):
+        name, raw = str(model.get("_name_or_path") or model.get("model_type") or "model"), model
+    else:
+        name, raw = str(model), _read_json(model)
+    known = _known_to_transformers(raw)
+    if known is None:
+        return ReadConfig(name, dict(raw), None)
+    return ReadConfig(name, known.to_dict(), _count_parameters(known) if count else None)
+
+
+def _read_json(model: str | Path) -> Mapping[str, Any]:
+    path = Path(model)
+    if path.is_dir():
+        path = path / "config.json"
+    if path.exists():
+        try:
+            found = json.loads(path.read_text())
+        except (OSError, ValueError) as error:
+            raise LoadError(f"{path} is not a readable configuration: {error}") from error
+        if not isinstance(found, dict):
+            raise LoadError(f"{path} holds a {type(found).__name__}, not a configuration")
+        return found
+    if path.suffix == ".json" or path.is_absolute():
+        raise LoadError(f"there is no {path}")
+    from transformers import PretrainedConfig
+
+    try:
+        return PretrainedConfig.get_config_dict(str(model))[0]
+    except Exception as error:  # the hub's client raises many kinds
+        raise LoadError(f"cannot find a configuration of {str(model)!r}: {error}") from error
+
+
+def _known_to_transformers(raw: Mapping[str, Any]) -> Any | None:
+    from transformers import AutoConfig
+
+    fields = {key: value for key, value in raw.items() if key != "model_type"}
+    try:
+        return AutoConfig.for_model(str(raw.get("model_type")), **fields)
+    except Exception:  # unknown family, or fields this release refuses: the raw values remain
+        return None
+
+
+def _count_parameters(config: Any) -> int | None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+    except Exception:  # no causal language model of this family, or a dependency is missing
+        return None
+    return sum(parameter.numel() for parameter in model.parameters())
