@@ -20,7 +20,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from blocktable.core.errors import ConfigError
 from blocktable.core.specs import ceil_div
-from blocktable.core.types import NULL_BLOCK, PAD_SLOT, BlockIds, Slots
+from blocktable.core.types import PAD_SLOT, BlockIds, Slots
 
 WIDTH_UNIT = 128  # some kernels read rows of this many positions at a time
 
@@ -112,7 +112,8 @@ class SlotGeometry:
             inside &= self.owner(position) == self.cp_rank
         block = kernel_rows[np.asarray(row_of_token), np.where(inside, column, 0)].astype(np.int64)
         slot = block * self.kernel_size + local % self.kernel_size
-        return np.where(inside & (block != NULL_BLOCK), slot, np.int64(PAD_SLOT))
+        live = block >= self.blocks_per_kv_block  # the null block's kernel blocks come first
+        return np.where(inside & live, slot, np.int64(PAD_SLOT))
 
     def slot_mapping(
         self,

@@ -168,8 +168,11 @@ class MultiGroupBlockTable:
 
     def truncate_row(self, row: int, num_blocks: Sequence[int]) -> None:
         """`BlockTable.truncate_row` in each group: one count of kernel blocks a group."""
-        for table, keep in zip(self.block_tables, self._each(num_blocks), strict=True):
-            table.truncate_row(row, keep)
+        keep = np.asarray(self._each(num_blocks))
+        if keep.dtype.kind not in "iu" or keep.min() < 0:
+            raise RowError(f"a row cannot be cut to {list(num_blocks)} blocks")
+        for table, count in zip(self.block_tables, keep.tolist(), strict=True):
+            table.truncate_row(row, count)
 
     def move_row(self, src: int, tgt: int) -> None:
         """`BlockTable.move_row` in each group."""

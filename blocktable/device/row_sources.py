@@ -16,7 +16,7 @@ class SplitRows:
     """A manager's table seen in kernel blocks: entry b becomes k entries b*k .. b*k + k - 1.
 
     ``rows`` int32 [max_rows, k * width] shows the manager's table as of the last ``drain``;
-    ``counts`` follow it. Entries past a row's count stay null.
+    ``counts`` follow it. Entries past a row's count stay null, a null block is k null entries.
     """
 
     def __init__(self, manager: HostTable, geometry: SlotGeometry) -> None:
@@ -62,5 +62,6 @@ class SplitRows:
         self.rows[rows, : longest * self._split] = value.reshape(len(rows), -1)
 
     def _split_ids(self, ids: BlockIds) -> NDArray[np.int32]:
-        """[n] -> [n, k]"""
-        return ids[:, None] * np.int32(self._split) + np.arange(self._split, dtype=np.int32)
+        """[n] -> [n, k]; a null block becomes null entries."""
+        parts = np.arange(self._split, dtype=np.int32)
+        return (ids[:, None] * np.int32(self._split) + parts) * (ids[:, None] != NULL_BLOCK)

@@ -54,6 +54,11 @@ class CommitStats(NamedTuple):
 _NOTHING = CommitStats(0, 0, 0)
 
 
+def default_backend(device: torch.device) -> Backend:
+    """NumPy where tables live in CPU memory, Triton elsewhere."""
+    return "numpy" if device.type == "cpu" else "triton"
+
+
 class DeviceTables:
     """The tables of all groups on one device; ``tables[g]`` is int32 [rows, widths[g]].
 
@@ -70,7 +75,7 @@ class DeviceTables:
         backend: Backend | None = None,
     ) -> None:
         self.device = torch.device(device)
-        self.backend: Backend = backend or ("numpy" if self.device.type == "cpu" else "triton")
+        self.backend: Backend = backend or default_backend(self.device)
         cells = num_rows * sum(widths)
         if cells > _MAX_CELLS:
             raise ConfigError(
