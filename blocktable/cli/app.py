@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -92,6 +93,47 @@ def chat(
         seed=seed,
     )  # fmt: skip
     run(model, system, params, opt.given(dtype=dtype, device=device))
+
+
+@app.command()
+def replay(
+    script: Annotated[Path, typer.Argument(help="JSON-lines script of cache operations.")],
+    answers: Annotated[Path, typer.Option(help="Where to write the state after each operation.")],
+) -> None:
+    """Run a script of cache operations through the real manager and scheduler."""
+    from blocktable.check.replay import run
+
+    run(script, answers)
+
+
+@app.command()
+def plan(
+    model: Annotated[str, typer.Argument(help="A config.json, a directory with one, or an id.")],
+    gpu: Annotated[str, typer.Option(help="Device to plan for.")] = "h200",
+    context: Annotated[int | None, typer.Option(help="Tokens of a request.")] = None,
+    requests: Annotated[int, typer.Option(help="Requests at once.")] = 256,
+    tensor_parallel_size: Annotated[int, typer.Option("--tp", help="Ranks.")] = 1,
+    block_size: opt.BlockSize = 16,
+    kv_dtype: Annotated[str | None, typer.Option(help="The model's own by default.")] = None,
+    gpu_memory_bytes: Annotated[int | None, typer.Option(help="Instead of the device's.")] = None,
+    weight_bytes: Annotated[int | None, typer.Option(help="Bytes of weights a rank.")] = None,
+    json_out: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    plot: Annotated[Path | None, typer.Option(help="Draw the plan into this picture.")] = None,
+) -> None:
+    """How many requests fit, and what each costs, from a model's configuration alone."""
+    from blocktable import plan as planner
+
+    made = planner.plan(
+        model, gpu=gpu, context=context, requests=requests, block_size=block_size,
+        tensor_parallel_size=tensor_parallel_size, kv_dtype=kv_dtype,
+        gpu_memory_bytes=gpu_memory_bytes, weight_bytes=weight_bytes,
+    )  # fmt: skip
+    if plot is not None:
+        planner.plot(made, plot)
+    if json_out:
+        print(planner.as_json(made))
+    else:
+        planner.render(made)
 
 
 @app.command()

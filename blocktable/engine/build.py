@@ -20,6 +20,7 @@ from blocktable.engine.options import EngineOptions
 from blocktable.engine.probe import ProbeResult, probe_model
 from blocktable.engine.runner import ModelRunner
 from blocktable.engine.sampling import Sampler
+from blocktable.engine.sampling.grammar import GrammarRows
 from blocktable.manager import KVCacheManager
 from blocktable.sched.config import SchedulerConfig
 from blocktable.sched.scheduler import Scheduler
@@ -60,10 +61,13 @@ def build_engine(loaded: LoadedModel, options: EngineOptions) -> Engine:
         num_host_blocks=options.num_host_blocks,
     )  # fmt: skip
     eos = eos_token_ids(model, loaded.tokenizer)
+    vocab_size = text_config.vocab_size
+    grammars = GrammarRows(loaded.tokenizer, vocab_size, eos) if loaded.tokenizer else None
     sampler = Sampler(
-        options.max_num_seqs, text_config.vocab_size, device, eos_token_ids=eos, seed=options.seed
-    )
-    limits = ModelLimits(text_config.vocab_size, max_model_len, eos)
+        options.max_num_seqs, vocab_size, device, eos_token_ids=eos, seed=options.seed,
+        grammars=grammars,
+    )  # fmt: skip
+    limits = ModelLimits(vocab_size, max_model_len, eos)
     return Engine(runner, scheduler, sampler, limits, tokenizer=loaded.tokenizer, layout=layout)
 
 

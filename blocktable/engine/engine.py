@@ -122,6 +122,7 @@ class Engine:
         ids = self.encode(prompt) if isinstance(prompt, str) else prompt
         tokens = check_prompt_ids(ids, self.limits.vocab_size, self.limits.max_model_len)
         params.check_model(self.limits.vocab_size)
+        self.sampler.check(params)
         arrival = time.monotonic() if arrival is None else arrival
         seed = self.sampler.fresh_seed() if params.seed is None else params.seed
         tracked = Tracked(request_id, text, tokens, params, seed, streaming, arrival)

@@ -91,4 +91,4 @@ def test_a_schema_that_cannot_be_followed_is_refused(schema):
 
 def test_without_a_tokenizer_a_schema_is_refused():
     with pytest.raises(RequestError, match="needs a tokenizer"):
-        Sampler(1, V).add_row(0, SamplingParams(json_schema=SCHEMA), [1])
+        Sampler(1, V).check(SamplingParams(json_schema=SCHEMA))

@@ -94,6 +94,13 @@ class Sampler:
         """A seed for a request that brings none; keep it, to resume the request with it."""
         return int(self._seeds.integers(0, 2**63))
 
+    def check(self, params: SamplingParams) -> None:
+        """Refuse, before anything is held, a JSON schema that cannot be followed (RequestError)."""
+        if params.json_schema is not None:
+            if self.grammars is None:
+                raise RequestError("json_schema needs a tokenizer, this engine has none")
+            self.grammars.check(params.json_schema)
+
     def add_row(
         self,
         row: int,
@@ -107,15 +114,12 @@ class Sampler:
         """Take a request (or a resumed one, with its output so far) into a row.
 
         ``index`` tells the ``n`` completions of one request apart; ``seed`` stands in for a
-        missing ``params.seed``. O(1), or O(V + tokens) with penalties. RequestError for a JSON
-        schema that cannot be followed.
+        missing ``params.seed``. O(1), or O(V + tokens) with penalties.
         """
-        if params.json_schema is not None:
-            if self.grammars is None:
-                raise RequestError("json_schema needs a tokenizer, this engine has none")
-            self.grammars.add(row, params.json_schema, output_token_ids)
-        elif self.grammars is not None:
+        if self.grammars is not None:
             self.grammars.clear(np.array([row]))
+            if params.json_schema is not None:
+                self.grammars.add(row, params.json_schema, output_token_ids)
         if params.seed is not None:
             seed = params.seed
         self.rows.set(
