@@ -1,0 +1,286 @@
+"""Who reads which keys: the work of one attention call, cut into items on the host.
+
+An item is what one program of the kernel does for one KV head: up to ``tile`` packed query rows
+(query token x query heads of the KV head) against one range of key positions. Everything is known
+on the host (lengths and the block table), so planning never waits for the device::
+
+    decode row, 9000 keys    -> items [0, 3008) [3008, 6016) [6016, 9000), merged by the last to end
+    4 rows behind a prefix   -> a tile item reads the prefix once for all four (partial results);
+                                one small item each reads the row's own keys and merges both
+    prefill chunk of 512     -> tile items of 128 packed rows, longest first
+
+Small items (at most 16 packed rows) and tile items go to two launches of the same kernel, tiles
+first. A token read in several pieces has one partial slot per piece, shared pieces first; they are
+merged by their log-sum-exp, by whichever of its own items ends last.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from blocktable.attention.plan_items import (
+    Int32s,
+    Int64s,
+    NodeItems,
+    RowSet,
+    idle_items,
+    longest_first,
+    node_items,
+    own_items,
+    visible_keys,
+)
+from blocktable.attention.sharing import SharedNode, find_shared
+from blocktable.core.errors import ConfigError
+
+SMALL_M: Final = 16
+"""Packed rows of a small item: the height of one tensor-core fragment."""
+_KEY_STEP: Final = 64
+"""Pieces are multiples of this many keys, the kernels' usual tile."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanConfig:
+    """Shape of a layer and of the machine; checked once.
+
+    num_workers, num_tile_workers: programs of a kind that the machine runs at once.
+    min_piece, min_tile_piece: keys below which splitting a row costs more than it gives.
+    share: look for shared prefixes. min_shared_tokens: length from which a node pays;
+        min_saved_tokens: (rows - 1) * length from which it does.
+    tile_sizes: packed rows that a tile item may have, rising; the smallest that holds the widest
+        row or node is taken. One size keeps every plan to one compiled kernel.
+    """
+
+    num_q_heads: int
+    num_kv_heads: int
+    block_size: int
+    causal: bool = True
+    sliding_window: int | None = None
+    chunk: int | None = None
+    num_workers: int = 264
+    num_tile_workers: int = 132
+    min_piece: int = 128
+    min_tile_piece: int = 512
+    share: bool = True
+    min_shared_tokens: int = 128
+    min_saved_tokens: int = 1024
+    tile_sizes: tuple[int, ...] = (64, 128)
+
+    def __post_init__(self) -> None:
+        if self.num_q_heads < 1 or self.num_kv_heads < 1 or self.num_q_heads % self.num_kv_heads:
+            raise ConfigError(
+                f"{self.num_q_heads} query heads are no multiple of {self.num_kv_heads} KV heads"
+            )
+        if self.block_size < 1:
+            raise ConfigError(f"block size must be at least 1, got {self.block_size}")
+        if not self.tile_sizes or any(size < SMALL_M for size in self.tile_sizes):
+            raise ConfigError(f"tiles hold at least {SMALL_M} packed rows, got {self.tile_sizes}")
+
+    @property
+    def group(self) -> int:
+        """Query heads per KV head."""
+        return self.num_q_heads // self.num_kv_heads
+
+    def tile_rows(self, packed: int) -> int:
+        """Packed rows of a tile for at most ``packed`` live ones."""
+        return next((size for size in self.tile_sizes if size >= packed), self.tile_sizes[-1])
+
+    @property
+    def may_share(self) -> bool:
+        """Whether rows may be read together: every query sees its whole prefix, and a row's own
+        keys are small items, which run after the tiles."""
+        unbounded = self.sliding_window is None and self.chunk is None
+        return self.share and unbounded and self.group <= SMALL_M
+
+
+class AttentionPlan(NamedTuple):
+    """Items of one attention call; valid while lengths, rows and table entries stay as they are.
+
+    small: int32 [s, 16] and tile: int32 [t, 16], see plan_items.ITEM_FIELDS. tokens: int32 [k, 4].
+    tile_m: packed rows of a tile item. num_tokens: query tokens covered.
+    num_slots, num_counters: partial slots and counters in use. nodes: shared prefixes found.
+    """
+
+    small: Int32s
+    tile: Int32s
+    tokens: Int32s
+    tile_m: int
+    num_tokens: int
+    num_slots: int
+    num_counters: int
+    nodes: tuple[SharedNode, ...]
+
+    @property
+    def shares(self) -> bool:
+        """Whether some pages are read once for several rows."""
+        return bool(self.nodes)
+
+
+class _Sharing(NamedTuple):
+    """Shared prefixes of a batch: pieces per node; first own key and shared pieces per row."""
+
+    nodes: list[SharedNode]
+    pieces: Int64s
+    own_start: Int64s
+    row_pieces: Int64s
+    tile_m: int
+
+
+class _RowSets(NamedTuple):
+    small: RowSet
+    tile: RowSet
+    num_slots: int
+    num_counters: int
+
+
+def plan_attention(
+    config: PlanConfig,
+    query_start_loc: NDArray[np.integer],
+    seq_lens: NDArray[np.integer],
+    block_table: NDArray[np.int32] | None = None,
+    *,
+    num_tokens: int | None = None,
+) -> AttentionPlan:
+    """The items of one call, from host arrays alone.
+
+    query_start_loc [n + 1], seq_lens [n]: as in ``attention.paged_attention``. block_table: int32
+    [n, W] on the host; without it nothing is shared. num_tokens: rows of the query tensor, those
+    behind the last row get zeros. Raises ConfigError for arrays that do not fit. Cost: vector
+    operations over rows and items, and one comparison per row and shared block.
+    """
+    starts = np.asarray(query_start_loc, dtype=np.int64)
+    lens = np.asarray(seq_lens, dtype=np.int64)
+    num_tokens = int(starts[-1]) if num_tokens is None else num_tokens
+    query_len = _checked_query_lengths(starts, lens, num_tokens)
+    live = (query_len > 0) & (lens > 0)
+    sharing = _share(config, block_table, np.flatnonzero(live & (query_len == 1)), lens)
+    packed = query_len * config.group
+    small, tile = live & (packed <= SMALL_M), live & (packed > SMALL_M)
+    tile_m = max(sharing.tile_m, config.tile_rows(int(packed[tile].max(initial=0))))
+    sets = _row_sets(config, small, tile, starts, lens, sharing, tile_m)
+    shared = _shared_items(config, sharing, sets.small, starts, lens, tile_m)
+    idle = idle_items(_idle_tokens(starts, live, num_tokens), config.group, SMALL_M)
+    return AttentionPlan(
+        np.concatenate((longest_first(_own(config, sets.small, SMALL_M)), idle)),
+        longest_first(np.concatenate((_own(config, sets.tile, tile_m), shared.items))),
+        shared.tokens, tile_m, num_tokens, sets.num_slots, sets.num_counters,
+        tuple(sharing.nodes),
+    )  # fmt: skip
+
+
+def _checked_query_lengths(starts: Int64s, lens: Int64s, num_tokens: int) -> Int64s:
+    if starts.size != lens.size + 1:
+        raise ConfigError(f"{lens.size} rows need {lens.size + 1} starts, got {starts.size}")
+    query_len = starts[1:] - starts[:-1]
+    if query_len.size and query_len.min() < 0:
+        row = int(query_len.argmin())
+        raise ConfigError(f"row {row} has {query_len[row]} query tokens")
+    if starts[-1] > num_tokens:
+        raise ConfigError(f"rows hold {starts[-1]} query tokens, the query {num_tokens}")
+    too_long = np.flatnonzero((lens > 0) & (query_len > lens))
+    if too_long.size:
+        row = int(too_long[0])
+        raise ConfigError(f"row {row} has {query_len[row]} query tokens but length {lens[row]}")
+    return query_len
+
+
+def _share(
+    config: PlanConfig, table: NDArray[np.int32] | None, rows: Int64s, lens: Int64s
+) -> _Sharing:
+    """Shared prefixes of decoding ``rows``; the block of a row's last token is never shared."""
+    own_start, row_pieces = np.zeros(lens.size, np.int64), np.zeros(lens.size, np.int64)
+    nodes: list[SharedNode] = []
+    if table is not None and config.may_share and rows.size > 1:
+        nodes = find_shared(
+            table, np.maximum(lens - 1, 0) // config.block_size, rows,
+            min_blocks=-(-config.min_shared_tokens // config.block_size),
+            min_saved=-(-config.min_saved_tokens // config.block_size),
+        )  # fmt: skip
+    rows_of_node = np.array([node.rows.size for node in nodes], np.int64)
+    tile_m = config.tile_rows(int(rows_of_node.max(initial=0)) * config.group)
+    keys = np.array([(node.end - node.start) * config.block_size for node in nodes], np.int64)
+    tiles = -(-rows_of_node * config.group // tile_m)
+    work = int((keys * tiles).sum()) * config.num_kv_heads
+    piece = max(config.min_tile_piece, work / max(config.num_tile_workers, 1))
+    pieces = np.maximum(np.rint(keys / piece).astype(np.int64), 1)
+    for node, number in zip(nodes, pieces.tolist(), strict=True):
+        own_start[node.rows] = node.end * config.block_size
+        row_pieces[node.rows] += number
+    return _Sharing(nodes, pieces, own_start, row_pieces, tile_m if nodes else 0)
+
+
+def _piece_keys(own_keys: Int64s, work: int, workers: int, least: int) -> Int64s:
+    """Keys of a piece for each row, so that ``work`` (keys x tiles x KV heads) fills the workers.
+
+    A batch whose longest row is below 1.25 pieces stays whole: cutting would add a merge and gain
+    no balance. The pieces of a row are equal.
+    """
+    piece = max(least, -(-work // max(workers, 1)))
+    longest = int(own_keys.max(initial=0))
+    if longest <= piece * 1.25:
+        piece = max(longest, 1)
+    count = np.maximum(-(-own_keys // piece), 1)
+    return np.maximum(-(-own_keys // (count * _KEY_STEP)) * _KEY_STEP, _KEY_STEP)
+
+
+def _row_sets(
+    config: PlanConfig, small: NDArray[np.bool_], tile: NDArray[np.bool_], starts: Int64s,
+    lens: Int64s, sharing: _Sharing, tile_m: int,
+) -> _RowSets:  # fmt: skip
+    """Rows of both launches with their pieces; slots and counters run through both."""
+    made: list[RowSet] = []
+    slots = counters = 0
+    for mask, block_m, workers, least in (
+        (small, SMALL_M, config.num_workers, config.min_piece),
+        (tile, tile_m, config.num_tile_workers, config.min_tile_piece),
+    ):
+        rows = np.flatnonzero(mask)
+        query_len, seq_len = (starts[1:] - starts[:-1])[rows], lens[rows]
+        first, _ = visible_keys(
+            seq_len - query_len, seq_len - 1, seq_len,
+            config.causal, config.sliding_window, config.chunk,
+        )  # fmt: skip
+        kv_start = np.maximum(sharing.own_start[rows], first)
+        own_keys, tiles = seq_len - kv_start, -(-query_len * config.group // block_m)
+        work = int((own_keys * tiles).sum()) * config.num_kv_heads
+        piece = _piece_keys(own_keys, work, workers, least)
+        own, shared = np.maximum(-(-own_keys // piece), 1), sharing.row_pieces[rows]
+        split = own + shared > 1
+        row_slots, row_counters = np.where(split, (own + shared) * query_len, 0), tiles * split
+        made.append(RowSet(
+            rows, starts[:-1][rows], query_len, seq_len, kv_start, piece, own, shared,
+            np.where(split, slots + np.cumsum(row_slots) - row_slots, -1),
+            counters + np.cumsum(row_counters) - row_counters,
+        ))  # fmt: skip
+        slots, counters = slots + int(row_slots.sum()), counters + int(row_counters.sum())
+    return _RowSets(made[0], made[1], slots, counters)
+
+
+def _own(config: PlanConfig, rows: RowSet, block_m: int) -> Int32s:
+    return own_items(
+        rows, config.group, block_m,
+        causal=config.causal, window=config.sliding_window, chunk=config.chunk,
+    )  # fmt: skip
+
+
+def _shared_items(
+    config: PlanConfig, sharing: _Sharing, small: RowSet, starts: Int64s, lens: Int64s, tile_m: int
+) -> NodeItems:
+    slots = np.zeros(lens.size, dtype=np.int64)
+    slots[small.row] = small.slot
+    return node_items(
+        sharing.nodes, sharing.pieces, config.block_size, config.group, tile_m,
+        starts[:-1], lens, slots,
+    )  # fmt: skip
+
+
+def _idle_tokens(starts: Int64s, live: NDArray[np.bool_], num_tokens: int) -> Int64s:
+    """Query tokens that belong to no live row."""
+    if live.all() and starts[-1] == num_tokens:
+        return np.zeros(0, dtype=np.int64)
+    used = np.zeros(num_tokens, dtype=bool)
+    used[: starts[-1]] = np.repeat(live, starts[1:] - starts[:-1])
+    return np.flatnonzero(~used)
