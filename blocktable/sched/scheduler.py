@@ -95,6 +95,11 @@ class Scheduler:
         return self._state.order
 
     @property
+    def num_waiting(self) -> int:
+        """Requests that wait for a row; O(1)."""
+        return len(self._state.waiting)
+
+    @property
     def waiting(self) -> list[Request]:
         """The waiting queue in order; O(waiting)."""
         return list(self._state.waiting)
@@ -115,6 +120,16 @@ class Scheduler:
             running=len(self._state.order), waiting=len(self._state.waiting), usable=pool.usable,
             used=pool.used, available=pool.available, fenced=pool.fenced,
         )  # fmt: skip
+
+    def lift_capacity(self) -> None:
+        """Let requests grow to ``max_model_len`` though the pool is too small for one (replay of
+        foreign scripts): such a request is preempted again and again."""
+        self._state.capacity = self.manager.max_model_len
+
+    def forget_notes(self) -> None:
+        """Leave preemptions and releases since the last output out of the next one. For callers
+        that keep no state by rows; swaps still pending are lost with them."""
+        self._state.clear_notes()
 
     # -- requests come and go -------------------------------------------------------------------
 
