@@ -277,9 +277,19 @@ class HostTable:
 
     def drain(self) -> TableDelta:
         """All changes since the last drain (or construction), and forget them. O(rows changed)."""
+        delta = self.peek()
+        rows = delta.rows
+        self._log_n[0] = 0
+        self._extent[rows] = self.counts[rows]
+        self._lo[rows], self._hi[rows] = _BIG, 0
+        self._null_lo[rows], self._null_hi[rows] = _BIG, 0
+        self._origin[rows] = rows
+        return delta
+
+    def peek(self) -> TableDelta:
+        """What `drain` would return, and keep it: for a reader beside the one that drains."""
         n = int(self._log_n[0])
         rows = np.unique(self._log[:n]) if n > 1 else self._log[:n].copy()
-        self._log_n[0] = 0
         if n == 0:
             return TableDelta(*([_EMPTY] * 10))
         counts, origin = self.counts[rows], self._origin[rows]
@@ -291,15 +301,10 @@ class HostTable:
         fills = self._fills(rows, counts, old, origin)
         lo, hi = self._lo[rows], np.minimum(self._hi[rows], counts)
         write = lo < hi
-        delta = TableDelta(
+        return TableDelta(
             rows, rows[moved], origin[moved], copied[moved], *fills,
             rows[write], lo[write], hi[write],
         )  # fmt: skip
-        self._extent[rows] = counts
-        self._lo[rows], self._hi[rows] = _BIG, 0
-        self._null_lo[rows], self._null_hi[rows] = _BIG, 0
-        self._origin[rows] = rows
-        return delta
 
     def _fills(
         self, rows: RowIds, counts: Counts, old: Counts, origin: RowIds
