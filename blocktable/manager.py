@@ -1,94 +1,60 @@
-"""`KVCacheManager`: one front over the block pool, the prefix index and the groups."""
+"""`KVCacheManager`: one front over the block pool, the prefix index and the groups.
+
+Life of a request::
+
+    seq = manager.sequence(tokens, salt=...)            it belongs to the request
+    hit = manager.find_hit(seq)                         no side effects
+    manager.admit(row, hit, n)                          blocks for hit + n tokens, keys of full ones
+    manager.allocate(rows, counts)                      every later step, all running rows at once
+    manager.append_tokens(rows, sampled)                one new token each
+    manager.release(rows)                               finished, aborted or preempted
+
+Keys of the blocks a step completes are given in the call that schedules it, so that requests
+admitted in the same step share them. A caller whose step does not run for a row passes the
+tokens really computed to `release` or `rollback`, and the keys are taken back.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from math import gcd
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from blocktable.core.pool import BlockPool, PoolCounts
+from blocktable.core.errors import ConfigError, RequestError, RowError
+from blocktable.core.pool import BlockPool
+from blocktable.core.runs import Runs, block_runs
 from blocktable.core.specs import KVCacheConfig
-from blocktable.core.table import HostTable
-from blocktable.core.types import BlockIds, Counts, RowIds, StepId, TokenIds
+from blocktable.core.types import BlockIds, RowIds, StepId
+from blocktable.groups import group_class
+from blocktable.groups.admission import Admission, CacheStats, Hit
+from blocktable.groups.base import Group, Ints
+from blocktable.groups.growth import Copies, Growth
+from blocktable.groups.hits import common_hit
+from blocktable.groups.keybook import CacheSink, KeyBook, RemovedBlocks, StoredBlocks, spread
+from blocktable.groups.swap import SwappedRow, SwapPlan, host_layout, refill
+from blocktable.prefix.eviction import make_policy
+from blocktable.prefix.index import PrefixIndex
+from blocktable.prefix.keys import KeyHasher, MediaItem, Seed
+from blocktable.prefix.rows import RowKeys
+from blocktable.prefix.sequence import TokenSequence
 
-
-class MediaItem(NamedTuple):
-    """Placeholder tokens offset .. offset + length stand for a media item; ``identity`` is the
-    whole content digest (bytes or str)."""
-
-    offset: int
-    length: int
-    identity: bytes | str
-
-
-class TokenSequence:
-    """A request's tokens with everything else its KV depends on, and (once asked for) the keys of
-    its complete blocks. Belongs to the request, outlives its rows; `extend` hashes only what is
-    new. ``tokens`` int32 [n]; ``keys`` uint8 [complete blocks, key_bytes]."""
-
-    tokens: TokenIds
-
-    def __len__(self) -> int: ...
-    def extend(self, tokens: ArrayLike) -> None:
-        """Append tokens (a preempted request's generated ones)."""
-
-
-class Hit(NamedTuple):
-    """What `KVCacheManager.find_hit` found: ``num_tokens`` leading tokens are computed already;
-    ``blocks`` has for each group the row's first entries (null where the group skips)."""
-
-    num_tokens: int
-    blocks: tuple[BlockIds, ...]
-    sequence: TokenSequence
-
-
-class Copies(NamedTuple):
-    """Block copies the device must do before the step's writes: dst[i] takes src[i], per group."""
-
-    group: np.ndarray
-    src: BlockIds
-    dst: BlockIds
-
-
-class SwapPlan(NamedTuple):
-    """Block moves between device and host memory: device[i] <-> host[i], in groups group[i]."""
-
-    group: np.ndarray
-    device: BlockIds
-    host: BlockIds
-
-
-class CacheStats(NamedTuple):
-    """Counters since construction (queries and hits once a request) and the pool's counts now."""
-
-    query_tokens: int
-    hit_tokens: int
-    requests: int
-    stored_blocks: int
-    removed_blocks: int
-    cleared: int
-    cached_blocks: int  # blocks carrying a key
-    cached_keys: int  # distinct keys
-    free_cached: int  # cached blocks nobody holds
-    pool: PoolCounts
-    usage: float  # 1 - available / usable
+__all__ = [
+    "CacheSink", "CacheStats", "Copies", "Hit", "KVCacheManager", "MediaItem", "RemovedBlocks",
+    "StoredBlocks", "SwapPlan", "SwappedRow", "TokenSequence",
+]  # fmt: skip
 
 
 class KVCacheManager:
-    """All arrays of rows; a request is a row number, the same in every table and on the device.
+    """The paged KV cache of one engine, in arrays of rows; a request is a row number, the same in
+    every group's table and on the device. A call that raises has changed nothing.
 
-    Attributes for readers: ``pool``, ``host_pool`` (or None), ``index``, ``groups``, ``tables``
-    (one HostTable a group), ``tokens`` int32 [max_num_rows, max_model_len], ``num_tokens``,
-    ``num_computed`` int32 [max_num_rows]: computed, or scheduled by the last `allocate`.
+    Attributes for readers: ``pool``, ``host_pool`` (None without swapping), ``index`` (None with
+    caching off), ``groups``, ``tables`` (one HostTable a group), ``tokens`` int32 [max_num_rows,
+    max_model_len], ``num_tokens`` and ``num_computed`` int32 [max_num_rows]: tokens known, and
+    tokens computed or scheduled by the last `allocate`.
     """
-
-    pool: BlockPool
-    tables: tuple[HostTable, ...]
-    tokens: np.ndarray
-    num_tokens: Counts
-    num_computed: Counts
 
     def __init__(
         self,
@@ -99,91 +65,359 @@ class KVCacheManager:
         max_num_batched_tokens: int | None = None,
         enable_caching: bool = True,
         hash_algo: str = "sha256",
-        seed: bytes | str | int | None = None,
+        seed: Seed = None,
         eviction: str = "lru",
         host_blocks: int = 0,
-        sink: object = None,
+        cp_world: int = 1,
+        sink: CacheSink | None = None,
     ) -> None:
-        """``max_num_batched_tokens`` caps what a window group needs in the full-sequence check.
-        ``host_blocks`` > 0 makes a second pool for swapping. ``sink`` gets the cache events."""
+        """``max_num_batched_tokens`` caps what a window group needs in the full-sequence check;
+        ``host_blocks`` > 0 makes a second pool for swapping (its block 0 is reserved too);
+        ``cp_world`` ranks share each block's positions; ``sink`` hears of cache changes."""
+        for name, value in (("max_num_rows", max_num_rows), ("max_model_len", max_model_len)):
+            if value < 1:
+                raise ConfigError(f"{name} must be positive, got {value}")
+        self.config, self.max_num_rows, self.max_model_len = config, max_num_rows, max_model_len
+        step = max_model_len if max_num_batched_tokens is None else max_num_batched_tokens
+        specs = [g.kv_cache_spec for g in config.kv_cache_groups]
+        self.groups = tuple(
+            group_class(spec)(i, spec, max_num_rows, max_model_len, step, enable_caching, cp_world)
+            for i, spec in enumerate(specs)
+        )
+        self.tables = tuple(g.table for g in self.groups)
+        self.tokens = np.zeros((max_num_rows, max_model_len), np.int32)
+        self.num_tokens = np.zeros(max_num_rows, np.int32)
+        self.num_computed = np.zeros(max_num_rows, np.int32)
+        self.pool = BlockPool(config.num_blocks)
+        self.pool.eviction = make_policy(eviction, self.pool)
+        self.host_pool = BlockPool(host_blocks) if host_blocks else None
+        sizes = [g.block_size for g in self.groups if g.row_width() > 0] or [1]
+        self.hash_block_size = gcd(*sizes)
+        self.keying: KeyHasher | None = None
+        self.index: PrefixIndex | None = None
+        self.book: KeyBook | None = None
+        self.row_keys: RowKeys | None = None
+        if enable_caching and any(g.caching for g in self.groups):
+            self.keying = KeyHasher(hash_algo, seed, [self.hash_block_size, *sizes])
+            self.index = PrefixIndex(config.num_blocks, self.keying.key_bytes)
+            self.row_keys = RowKeys(self.tokens, self.keying, self.hash_block_size)
+            self.book = KeyBook(self.pool, self.index, self.row_keys, sink)
+            self.pool.on_evict = self.book.forget
+        self.growth = Growth(self.pool, self.groups, self.book, self.num_tokens, self.num_computed)
+        self.admission = Admission(self.pool, self.groups, self.growth, self.index)
 
-    # -- sequences and hits
+    # -- sequences and hits ---------------------------------------------------------------------
+
     def sequence(
-        self, tokens: ArrayLike, *, salt: str | bytes | None = None,
-        adapter: str | bytes | None = None, media: Sequence[MediaItem] = (),
-    ) -> TokenSequence:  # fmt: skip
-        """Make a TokenSequence (validates ids: integers 0 .. 2**31 - 1; RequestError)."""
+        self,
+        tokens: ArrayLike,
+        *,
+        salt: bytes | str | None = None,
+        adapter: bytes | str | None = None,
+        media: Sequence[MediaItem] = (),
+    ) -> TokenSequence:
+        """A request's tokens and what else its KV depends on. RequestError for ids that are not
+        integers 0 .. 2**31 - 1, no tokens, or more than max_model_len."""
+        made = TokenSequence(
+            tokens, self.keying, self.hash_block_size, salt=salt, adapter=adapter, media=media
+        )
+        if not 1 <= len(made) <= self.max_model_len:
+            raise RequestError(
+                f"a sequence of {len(made)} tokens; 1 to {self.max_model_len} are possible"
+            )
+        return made
 
     def find_hit(self, sequence: TokenSequence) -> Hit:
-        """Longest computed prefix all groups agree on, at most len - 1 tokens. No side effects."""
+        """The longest prefix whose KV every group still has: whole blocks, at most len - 1
+        tokens. No side effects; hashes the sequence's new blocks once. O(blocks)."""
+        index = self.index
+        if index is None or len(index) == 0 or len(sequence) < 2:
+            return self.admission.no_hit(sequence)
+        keys = sequence.keys()
 
-    # -- scheduling
+        def find(group: Group, num_blocks: int) -> BlockIds:
+            ratio = group.block_size // self.hash_block_size
+            wanted = keys[: num_blocks * ratio] if ratio == 1 else keys[ratio - 1 :: ratio]
+            look = index.find_prefix if group.prefix_closed else index.find
+            return look(wanted[:num_blocks], group.group_id)
+
+        common = common_hit(self.groups, find, len(sequence) - 1)
+        return Hit(common.num_tokens, common.entries, sequence)
+
+    # -- scheduling -----------------------------------------------------------------------------
+
     def admit(
-        self, row: int, hit: Hit, num_new_tokens: int, *, lookahead: int = 0,
-        reserve_blocks: int = 0, full_sequence: bool = False, resumed: bool = False,
+        self,
+        row: int,
+        hit: Hit,
+        num_new_tokens: int,
+        *,
+        lookahead: int = 0,
+        reserve_blocks: int = 0,
+        full_sequence: bool = False,
+        resumed: bool = False,
         request: object = None,
-    ) -> None:  # fmt: skip
-        """Put a request into an empty row: tokens, hit blocks, blocks for num_new_tokens
-        (+ lookahead), keys of the blocks they complete; num_computed = hit + num_new_tokens.
-        ``reserve_blocks`` (watermark) must stay available; ``full_sequence`` also demands room
-        for the whole sequence. ``resumed`` requests do not enter the hit statistics. Raises
-        OutOfBlocks, nothing changed."""
+    ) -> None:
+        """Put a request into an empty row: its tokens, the hit's blocks, blocks for
+        ``num_new_tokens`` more (and ``lookahead``), keys of the blocks these complete; num_computed
+        is hit + num_new_tokens afterwards.
+
+        ``reserve_blocks`` must stay available (a watermark); ``full_sequence`` also demands room
+        for the whole sequence. Resumed requests do not enter the hit statistics. Raises
+        OutOfBlocks, RowError (row in use), BlockStateError (the hit's blocks are gone).
+        """
+        sequence, done = hit.sequence, hit.num_tokens
+        if not 0 <= row < self.max_num_rows or self.num_tokens[row]:
+            raise RowError(f"row {row} is in use or outside 0 .. {self.max_num_rows - 1}")
+        if num_new_tokens < 1 or done + num_new_tokens > self.max_model_len:
+            raise RequestError(
+                f"{num_new_tokens} tokens after {done} are outside 1 .. {self.max_model_len}"
+            )
+        limit = min(done + num_new_tokens + lookahead, self.max_model_len)
+        plan = self.admission.plan(
+            hit, limit, reserve_blocks, full_sequence, row if request is None else request
+        )
+        n = len(sequence)
+        self.tokens[row, :n] = sequence.tokens
+        self.num_tokens[row] = n
+        self.num_computed[row] = done + num_new_tokens
+        if self.row_keys is not None:
+            self.row_keys.load(row, sequence)
+        self.admission.fill(row, plan)
+        rows = np.array([row])
+        self.growth.give_keys(rows, self.num_computed[rows], self.num_tokens[rows])
+        self.admission.count(sequence, done, resumed)
 
     def allocate(
-        self, rows: RowIds, num_new_tokens: ArrayLike, *, lookahead: ArrayLike = 0,
+        self,
+        rows: RowIds,
+        num_new_tokens: int | Ints = 1,
+        *,
+        lookahead: int | Ints = 0,
         partial: bool = False,
-    ) -> int:  # fmt: skip
-        """Blocks and keys for num_new_tokens more tokens of each running row, in row order;
-        num_computed += num_new_tokens. Returns len(rows). If they do not all fit: raises
-        OutOfBlocks with nothing changed, or with ``partial`` serves the longest leading part that
-        fits and returns its length (window groups have then also released what row number
-        <returned> had outside its window, as in SEMANTICS rule 7)."""
+    ) -> int:
+        """Blocks and keys for ``num_new_tokens`` more tokens of each running row, in row order;
+        num_computed rises by them. Returns len(rows).
+
+        ``lookahead`` positions more get blocks but no keys (drafts). If not all rows fit: raises
+        OutOfBlocks with nothing changed, or, with ``partial``, serves the longest leading part
+        that fits and returns its length (then the first row that did not fit has released what
+        lies outside its window, see oracle rule 7).
+        """
+        computed = self.num_computed[rows]
+        total = computed + num_new_tokens
+        limit = np.minimum(total + lookahead, self.max_model_len)
+        if total.size and total.max() > self.max_model_len:
+            at = int(np.argmax(total))
+            raise RowError(
+                f"row {rows[at]} would have {total[at]} tokens, above {self.max_model_len}"
+            )
+        demand = self.growth.demand(rows, computed, limit)
+        if demand.blocks > self.pool.available:
+            return self.growth.grow_scarce(rows, computed, total, limit, partial)
+        self.growth.grow(rows, computed, total, limit, demand)
+        return len(rows)
 
     def append_tokens(self, rows: RowIds, token_ids: ArrayLike) -> None:
-        """One sampled token for each row."""
+        """One sampled token for each row. RowError when a row is at max_model_len."""
+        at = self.num_tokens[rows]
+        if at.size and at.max() >= self.max_model_len:
+            raise RowError(
+                f"row {rows[int(np.argmax(at))]} already has {self.max_model_len} tokens"
+            )
+        self.tokens[rows, at] = token_ids
+        self.num_tokens[rows] = at + 1
 
-    def append_token_lists(self, rows: RowIds, counts: Counts, token_ids: ArrayLike) -> None:
+    def append_token_lists(self, rows: RowIds, counts: ArrayLike, token_ids: ArrayLike) -> None:
         """counts[i] tokens for rows[i], concatenated (accepted drafts)."""
+        counts, ids = np.asarray(counts, np.int64), np.asarray(token_ids, np.int32)
+        at = self.num_tokens[rows]
+        if counts.size and ((at + counts).max() > self.max_model_len or counts.min() < 0):
+            row = rows[int(np.argmax(at + counts))]
+            raise RowError(f"row {row} would have more than {self.max_model_len} tokens")
+        if int(counts.sum()) != len(ids):
+            raise RowError(f"{len(ids)} tokens cannot be shared out as {counts.tolist()}")
+        owner, position = spread(rows, at, counts)
+        self.tokens[owner, position] = ids
+        self.num_tokens[rows] = at + counts
 
-    def rollback(self, rows: RowIds, num_computed: ArrayLike) -> None:
-        """Rejected drafts or a step that did not run: num_computed falls to the given values,
-        blocks stay, keys of blocks beyond them are withdrawn."""
+    def rollback(self, rows: RowIds, num_computed: ArrayLike) -> BlockIds:
+        """Rejected drafts, or a step that did not run: num_computed falls to the given values.
+        Blocks stay; keys of blocks beyond are withdrawn. Returns blocks whose key was withdrawn
+        although another request holds them (admitted on it in the same step)."""
+        computed = np.broadcast_to(np.asarray(num_computed, np.int32), np.shape(rows))
+        if computed.size and ((computed < 0) | (computed > self.num_computed[rows])).any():
+            raise RowError(f"cannot roll back to {computed.tolist()} computed tokens")
+        self.num_computed[rows] = computed
+        orphans = [rows[:0].astype(np.int32)]
+        if self.book is not None:
+            for group in self.groups:
+                if group.caching:
+                    keep = computed // group.block_size
+                    orphans.append(self.book.withdraw(group, rows, keep))
+        return np.concatenate(orphans)
 
     def truncate(self, rows: RowIds, num_tokens: ArrayLike) -> None:
-        """Shorten sequences: tokens, computed count, blocks and keys beyond num_tokens go."""
+        """Shorten sequences to ``num_tokens`` (not more than they have). Blocks beyond are
+        released with the keys they have (their content stays right); a later write into a shared
+        or keyed last block takes a copy or drops the key first."""
+        keep = np.broadcast_to(np.asarray(num_tokens, np.int32), np.shape(rows))
+        if keep.size and ((keep < 1) | (keep > self.num_tokens[rows])).any():
+            raise RowError(f"cannot truncate rows {rows.tolist()} to {keep.tolist()} tokens")
+        self.num_tokens[rows] = keep
+        self.num_computed[rows] = computed = np.minimum(self.num_computed[rows], keep)
+        for group in self.groups:
+            self.growth.shrink(group, rows, group.entries_for(computed))
+            group.keyed[rows] = np.minimum(group.keyed[rows], keep // group.block_size)
+            group.sync(rows)
+        if self.row_keys is not None:
+            for row, count in zip(rows.tolist(), keep.tolist(), strict=True):
+                self.row_keys.truncate(row, count)
+        self.growth.share_tails(rows)
 
     def release(
         self, rows: RowIds, *, num_computed: ArrayLike | None = None, request: object = None
-    ) -> None:
-        """Empty the rows, blocks released tail first. With ``num_computed`` (tokens whose KV was
-        really computed, when less than scheduled) later keys are withdrawn first."""
+    ) -> BlockIds:
+        """Empty the rows; each row's blocks are released tail first, group by group.
 
-    # -- sharing
+        ``num_computed`` are the tokens whose KV was really computed, where the last step
+        scheduled did not run: keys beyond are withdrawn first (returned as in `rollback`).
+        """
+        rows = np.asarray(rows)
+        orphans = rows[:0].astype(np.int32)
+        if num_computed is not None:
+            orphans = self.rollback(rows, num_computed)
+        self.growth.give_deferred_keys(rows, self.num_computed[rows])
+        self.growth.release_rows(rows, request)
+        self.num_tokens[rows] = 0
+        self.num_computed[rows] = 0
+        return orphans
+
+    # -- sharing and moving ---------------------------------------------------------------------
+
     def fork(self, row: int, new_rows: RowIds) -> None:
-        """new_rows become copies of row, all blocks shared; the first write into a shared block
-        (in allocate) takes a fresh one and leaves a pair for `take_copies`."""
+        """``new_rows`` (empty) become copies of ``row`` with all its computed blocks shared. The
+        first write into a shared block (in `allocate`) takes a fresh one and leaves a pair for
+        `take_copies`. Takes no block, so it cannot fail for lack of them."""
+        new_rows = np.asarray(new_rows)
+        if self.num_tokens[new_rows].any() or not self.num_tokens[row]:
+            raise RowError(f"rows {new_rows.tolist()} must be empty and row {row} in use")
+        computed, n = int(self.num_computed[row]), int(self.num_tokens[row])
+        self.growth.share_row(row, new_rows, computed)
+        self.tokens[new_rows, :n] = self.tokens[row, :n]
+        self.num_tokens[new_rows] = n
+        self.num_computed[new_rows] = computed
+        if self.row_keys is not None:
+            self.row_keys.copy(row, new_rows)
 
     def take_copies(self) -> Copies:
-        """Copy-on-write pairs since the last call."""
+        """Copy-on-write pairs since the last call, in order."""
+        return self.growth.take_copies()
 
     def move_rows(self, src: RowIds, dst: RowIds) -> None:
-        """Rows move, with all their arrays, in every table (condense)."""
+        """Rows move with all that belongs to them; sources that are no destination are empty
+        afterwards, destinations that are no source must be empty. O(tokens moved)."""
+        src, dst = np.asarray(src), np.asarray(dst)
+        lost = np.setdiff1d(dst, src)
+        if self.num_tokens[lost].any():
+            raise RowError(f"rows {lost[self.num_tokens[lost] > 0].tolist()} are in use")
+        n = int(self.num_tokens[src].max(initial=0))
+        self.tokens[dst, :n] = self.tokens[src, :n]
+        for table in self.tables:
+            table.move_rows(src, dst)
+        arrays = [self.num_tokens, self.num_computed, self.growth.shares_tail]
+        arrays += [a for g in self.groups for a in g.row_arrays()]
+        gone = np.setdiff1d(src, dst)
+        for array in arrays:
+            array[dst] = array[src]
+        for array in arrays[:3]:
+            array[gone] = 0
+        for group in self.groups:
+            group.clear(gone)
+        if self.row_keys is not None:
+            self.row_keys.move(src, dst)
 
-    # -- swap
-    def swap_out(self, rows: RowIds) -> list[SwapPlan]:
-        """Move rows to the host pool (a plan for each row). Raises OutOfBlocks."""
+    # -- swap -----------------------------------------------------------------------------------
 
-    def swap_in(self, row: int, plan: SwapPlan) -> SwapPlan: ...
+    def swap_out(self, row: int) -> SwappedRow:
+        """Move a request's blocks to host memory and empty its row. The copies of ``plan`` must
+        be done before its device blocks are written again. Raises OutOfBlocks (host pool)."""
+        if self.host_pool is None:
+            raise ConfigError("this manager has no host pool (host_blocks=0)")
+        owner, column, blocks, counts = host_layout(self.groups, row)
+        host = self.host_pool.take(len(blocks), request=row)
+        n = int(self.num_tokens[row])
+        tokens = self.tokens[row, :n].copy()
+        sequence = self.row_sequence(row)
+        computed = int(self.num_computed[row])
+        self.release(np.array([row]))
+        plan = SwapPlan(owner, blocks, host)
+        return SwappedRow(plan, column, counts, sequence, tokens, computed)
 
-    # -- steps and cache
+    def swap_in(self, row: int, swapped: SwappedRow, *, request: object = None) -> SwapPlan:
+        """Bring a request back into an empty row; its host blocks are free again once the next
+        step is over. Full computed blocks get their keys. Raises OutOfBlocks, RowError."""
+        if self.host_pool is None or self.num_tokens[row]:
+            raise RowError(f"row {row} is in use, or there is no host pool")
+        plan = refill(self.groups, self.pool, row, swapped, row if request is None else request)
+        n = len(swapped.tokens)
+        self.tokens[row, :n] = swapped.tokens
+        self.num_tokens[row], self.num_computed[row] = n, swapped.num_computed
+        if self.row_keys is not None:
+            self.row_keys.load(row, swapped.sequence)
+        rows = np.array([row])
+        self.growth.give_keys(rows, self.num_computed[rows], self.num_tokens[rows])
+        self.host_pool.release(swapped.plan.host)
+        return plan
+
+    def drop_swapped(self, swapped: SwappedRow) -> None:
+        """The request was aborted while in host memory: its host blocks are free."""
+        if self.host_pool is not None:
+            self.host_pool.release(swapped.plan.host)
+
+    def row_sequence(self, row: int) -> TokenSequence:
+        """The row's tokens now, as a sequence with the row's root and media."""
+        tokens = self.tokens[row, : int(self.num_tokens[row])]
+        made = TokenSequence(tokens, self.keying, self.hash_block_size)
+        if self.row_keys is not None:
+            made.root, made.media = self.row_keys.roots[row], self.row_keys.media[row]
+        return made
+
+    # -- steps, cache, figures ------------------------------------------------------------------
+
     def begin_step(self) -> StepId:
-        """The step is launched: blocks released from now on are fenced until it ends."""
+        """The step is launched: blocks released from now on are fenced until it has ended."""
+        if self.host_pool is not None:
+            self.host_pool.begin_step()
+        return self.pool.begin_step()
 
     def end_step(self, step: int) -> None:
-        """The step is done."""
+        """The step is done on the device."""
+        self.pool.end_step(step)
+        if self.host_pool is not None:
+            self.host_pool.end_step(step)
 
     def reset_prefix_cache(self) -> bool:
-        """Drop all keys; refused (False) while any block is in use or fenced."""
+        """Drop all keys. Refused (False) while any block is in use or fenced."""
+        if self.pool.available != self.pool.usable:
+            return False
+        if self.book is not None:
+            self.book.clear()
+        else:
+            self.admission.cleared += 1
+        return True
+
+    def invalidate_prefix_cache(self) -> None:
+        """Weights changed: all keys go at once, and rows running now get no further ones."""
+        if self.book is not None:
+            self.book.clear()
+            self.growth.stop_keys(np.flatnonzero(self.num_tokens))
+
+    def block_runs(self, row: int, group: int = 0) -> Runs:
+        """How contiguous a row's blocks are (nulls included as runs of their own)."""
+        table = self.tables[group]
+        return block_runs(table.rows[row, : table.counts[row]])
 
     def stats(self) -> CacheStats:
-        """Counters and pool counts."""
+        """Counters and pool counts. O(cached blocks), for the distinct keys."""
+        return self.admission.stats(self.book)

@@ -239,12 +239,13 @@ class BlockPool:
         self._retire(blocks)
 
     def _release_repeats(self, blocks: BlockIds, request: object) -> BlockIds:
-        ids, first, times = np.unique(blocks, return_index=True, return_counts=True)
+        # A block goes when it is named last: rows that share it release it one after another.
+        ids, from_end, times = np.unique(blocks[::-1], return_index=True, return_counts=True)
         if (times > self.ref[ids]).any():
             raise self._double(int(ids[times > self.ref[ids]][0]), request)
         self.ref[ids] -= times.astype(np.int32)
         gone = self.ref[ids] == 0
-        return blocks[np.sort(first[gone])]
+        return blocks[np.sort(len(blocks) - 1 - from_end[gone])]
 
     def _double(self, block: int, request: object) -> BlockStateError:
         holder = "" if request is None else f" by request {request!r}"
@@ -306,6 +307,14 @@ class BlockPool:
             self.eviction.remove(idle)
             self.state[idle] = FREE
             self._push_free(idle[::-1])
+
+    def forget_keys(self) -> None:
+        """No block carries a key any more: cached blocks become free, in their order. O(N)."""
+        idle = self.eviction.order()
+        self.eviction.remove(idle)
+        self.keyed.fill(False)
+        self.state[idle] = FREE
+        self._push_free(idle[::-1])
 
     # -- fences ---------------------------------------------------------------------------------
 

@@ -27,6 +27,7 @@ from blocktable.core.types import NULL_BLOCK, BlockIds, Counts, RowIds
 _EMPTY = np.zeros(0, np.int32)
 _NO_SOURCE = -1
 _BIG = np.iinfo(np.int32).max
+_GONE = np.array([[0], [_BIG], [0], [_BIG], [0], [_NO_SOURCE]], np.int32)  # state of a left row
 
 
 class TableDelta(NamedTuple):
@@ -72,14 +73,14 @@ class HostTable:
             raise RowError(f"a table of {max_rows} rows x {max_blocks_per_row} blocks has no room")
         self.max_rows, self.max_blocks_per_row = max_rows, max_blocks_per_row
         self.rows = np.zeros((max_rows, max_blocks_per_row), np.int32)
-        self.counts = np.zeros(max_rows, np.int32)
         self.flat = self.rows.reshape(-1)  # the same memory
-        self._lo = np.full(max_rows, _BIG, np.int32)  # interval to upload
-        self._hi = np.zeros(max_rows, np.int32)
-        self._null_lo = np.full(max_rows, _BIG, np.int32)  # interval that became null
-        self._null_hi = np.zeros(max_rows, np.int32)
-        self._origin = np.arange(max_rows, dtype=np.int32)  # device row to copy from
+        # what moves with a row's content, in one array so that a move is one operation
+        self._state = np.zeros((6, max_rows), np.int32)
+        self.counts, self._lo, self._hi, self._null_lo, self._null_hi, self._origin = self._state
+        self._lo[:] = self._null_lo[:] = _BIG  # intervals to upload, and that became null
+        self._origin[:] = np.arange(max_rows)  # device row to copy from
         self._extent = np.zeros(max_rows, np.int32)  # device entries that may be non-null
+        self._flag = np.zeros(max_rows, bool)  # scratch, all false between calls
         self._log = np.zeros(4 * max_rows + 16, np.int32)  # rows changed, repeats allowed
         self._log_n = np.zeros(1, np.int64)
 
@@ -94,7 +95,7 @@ class HostTable:
             raise RowError(f"row {bad} is outside a table of {self.max_rows} rows")
         return found
 
-    def _overflow(self, rows: RowIds, wanted: Counts) -> RowError:
+    def _overflow(self, rows: RowIds, wanted: NDArray) -> RowError:
         worst = int(np.argmax(wanted))
         return RowError(
             f"row {rows[worst]} would hold {wanted[worst]} blocks, "
@@ -239,34 +240,27 @@ class HostTable:
         """Bulk move: all sources are read before any is written; sources that are no
         destination are empty afterwards."""
         src, dst = self._check_rows(src), self._check_rows(dst)
-        if len(src) != len(dst) or len(np.unique(dst)) != len(dst):
+        if len(src) != len(dst):
             raise RowError(f"{len(src)} rows cannot be moved to {dst.tolist()}")
-        other = src != dst
-        src, dst = src[other], dst[other]
+        self._flag[dst] = True
+        distinct = int(np.count_nonzero(self._flag)) == len(dst)
+        gone = src[~self._flag[src]]
+        self._flag[dst] = False
+        if not distinct:
+            raise RowError(f"{len(src)} rows cannot be moved to {dst.tolist()}")
         if src.size == 0:
             return
         width = int(max(self.counts[src].max(), self.counts[dst].max()))
-        kept = self.rows[src, :width]
-        state = [a[src] for a in self._carried()]
-        gone = np.setdiff1d(src, dst)
-        self.rows[dst, :width] = kept
-        for array, values in zip(self._carried(), state, strict=True):
-            array[dst] = values
+        self.rows[dst, :width] = self.rows[src, :width]
+        self._state[:, dst] = self._state[:, src]
         self.rows[gone, :width] = NULL_BLOCK
-        self.counts[gone] = 0
-        self._lo[gone], self._hi[gone] = _BIG, 0
-        self._null_lo[gone], self._null_hi[gone] = _BIG, 0
-        self._origin[gone] = _NO_SOURCE
-        self._touch(np.concatenate([dst, gone]))
+        self._state[:, gone] = _GONE
+        self._touch(dst)
+        self._touch(gone)
 
     def swap(self, a: int, b: int) -> None:
         """Exchange two rows, counts and all."""
         self.move_rows(np.array([a, b]), np.array([b, a]))
-
-    def _carried(self) -> tuple[NDArray, ...]:
-        return (
-            self.counts, self._lo, self._hi, self._null_lo, self._null_hi, self._origin,
-        )  # fmt: skip
 
     # -- upload ---------------------------------------------------------------------------------
 

@@ -1,0 +1,146 @@
+"""Giving keys to blocks and taking them back: the one place that keeps pool and index in step."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from blocktable.core.pool import BlockPool
+from blocktable.core.types import BlockIds, Counts, Keys, RowIds, TokenIds
+from blocktable.groups.base import Group, Ints
+from blocktable.prefix.index import PrefixIndex
+from blocktable.prefix.rows import RowKeys
+
+
+class StoredBlocks(NamedTuple):
+    """Blocks that got a key. ``columns`` are block numbers in the rows' sequences; ``parents``
+    uint8 [n, key_bytes] is the key of the block before (meaningless where the column is 0);
+    ``tokens`` int32 [n, block_size]."""
+
+    group: int
+    rows: RowIds
+    columns: Counts
+    blocks: BlockIds
+    keys: Keys
+    parents: Keys
+    tokens: TokenIds
+
+
+class RemovedBlocks(NamedTuple):
+    """Blocks that lost their key, with the key and the group each had."""
+
+    groups: Counts
+    blocks: BlockIds
+    keys: Keys
+
+
+class CacheSink(Protocol):
+    """Who wants to know what the prefix cache holds. Called in bulk, in the order of changes."""
+
+    def stored(self, event: StoredBlocks) -> None:
+        """These blocks can be hit from now on."""
+        ...
+
+    def removed(self, event: RemovedBlocks) -> None:
+        """These blocks cannot be hit any more (each copy of a key counts)."""
+        ...
+
+    def cleared(self) -> None:
+        """All keys are gone."""
+        ...
+
+
+def spread(rows: Ints, start: Ints, spans: Ints) -> tuple[Ints, Ints]:
+    """Rows and columns, one entry a block, of the intervals start[i] .. start[i] + spans[i]."""
+    offset = np.cumsum(spans) - spans - start
+    return np.repeat(rows, spans), np.arange(int(spans.sum())) - np.repeat(offset, spans)
+
+
+class KeyBook:
+    """Keys of cached blocks. ``stored``, ``removed``, ``cleared`` count since construction;
+    ``version`` rises whenever a key is taken away (hits found before may be stale)."""
+
+    def __init__(
+        self, pool: BlockPool, index: PrefixIndex, rows: RowKeys, sink: CacheSink | None
+    ) -> None:
+        self.pool, self.index, self.rows, self.sink = pool, index, rows, sink
+        self.stored = self.removed = self.cleared = self.version = 0
+
+    def give(self, group: Group, rows: Ints, upto: Ints) -> None:
+        """Key the blocks keyed[row] .. upto[i] of each row; upto must be above keyed."""
+        start = group.keyed[rows]
+        ratio = group.block_size // self.rows.block_size
+        self.rows.hash_upto(rows, upto if ratio == 1 else upto * ratio)
+        spans = upto - start
+        if spans.max() == 1:
+            owner, column = rows, start
+        else:
+            owner, column = spread(rows, start, spans)
+        group.keyed[rows] = upto
+        group.key_due[rows] = (upto + 1) * group.block_size
+        blocks = group.table.rows[owner, column]
+        real = blocks != 0
+        if not real.all():
+            owner, column, blocks = owner[real], column[real], blocks[real]
+        if blocks.size == 0:
+            return
+        last = column if ratio == 1 else (column + 1) * ratio - 1
+        keys = self.rows.flat[owner.astype(np.int64) * self.rows.max_blocks + last]
+        self.index.insert(blocks, keys, group.group_id)
+        self.pool.keyed[blocks] = True
+        self.stored += len(blocks)
+        if self.sink is not None:
+            self._report(self.sink, group, owner, column, blocks, keys)
+
+    def _report(
+        self, sink: CacheSink, group: Group, owner: Ints, column: Ints, blocks: BlockIds,
+        keys: Keys,
+    ) -> None:  # fmt: skip
+        size, ratio = group.block_size, group.block_size // self.rows.block_size
+        before = np.maximum(column * ratio - 1, 0)
+        parents = self.rows.keys[owner, before]
+        tokens = self.rows.tokens[owner[:, None], column[:, None] * size + np.arange(size)]
+        event = StoredBlocks(group.group_id, owner, column, blocks, keys, parents, tokens)
+        sink.stored(event)
+
+    def withdraw(self, group: Group, rows: Ints, keep: Ints) -> BlockIds:
+        """Take back the keys of each row's blocks from keep[i] on. Returns those that another
+        request holds too: it was admitted on content that does not exist."""
+        last = group.keyed[rows]
+        some = last > keep
+        if not some.any():
+            return rows[:0]
+        rows, keep, last = rows[some], keep[some], last[some]
+        spans = last - keep
+        owner, column = spread(rows, keep, spans)
+        blocks = group.table.rows[owner, column]
+        group.keyed[rows] = keep
+        group.key_due[rows] = (keep + 1) * group.block_size
+        blocks = np.unique(blocks[self.pool.keyed[blocks]])
+        self.drop(blocks)
+        return blocks[self.pool.ref[blocks] > 1]
+
+    def drop(self, blocks: BlockIds) -> None:
+        """Take these (distinct, keyed) blocks' keys away; cached ones become free."""
+        if blocks.size:
+            self.forget(blocks)
+            self.pool.unkey(blocks)
+
+    def forget(self, blocks: BlockIds) -> None:
+        """The blocks are being evicted: nobody finds them from now on. (The pool calls this.)"""
+        if self.sink is not None:
+            groups = self.index.group[blocks].astype(np.int32)
+            self.sink.removed(RemovedBlocks(groups, blocks, self.index.keys_of(blocks)))
+        self.index.remove(blocks)
+        self.removed += len(blocks)
+        self.version += 1
+
+    def clear(self) -> None:
+        """All keys go; cached blocks become free."""
+        self.index.clear()
+        self.pool.forget_keys()
+        self.cleared += 1
+        self.version += 1
+        if self.sink is not None:
+            self.sink.cleared()

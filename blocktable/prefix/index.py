@@ -1,0 +1,143 @@
+"""The prefix index: which blocks hold the content of a key. A chained hash table in arrays.
+
+::
+
+    links [num_blocks buckets | num_blocks next pointers]      0 ends a chain
+            bucket h ---> block 7 ---> block 12 ---> 0         next of b = links[num_blocks + b]
+
+Several blocks may carry one key (two requests computed the same prompt at once): they stand in
+one chain in the order they were inserted, and lookup returns the first. Nothing is ever rebuilt:
+inserting, finding and removing k blocks costs O(k) expected, in vector operations over the batch
+(chains hold one block on average). 8 bytes a block beside the key itself.
+
+Removal needs no predecessor pointers: it walks each affected chain from its bucket and cuts doomed
+blocks out; walks of the same chain in one batch run in step and write the same values.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from blocktable.core.types import BlockIds, Keys
+from blocktable.prefix.keys import tagged_words
+
+
+class PrefixIndex:
+    """Blocks by content key. ``words`` uint64 [num_blocks, key_bytes / 8] keeps each block's key
+    (tagged with its group), ``group`` uint8 [num_blocks] whose it is."""
+
+    def __init__(self, num_blocks: int, key_bytes: int) -> None:
+        self.num_blocks, self.key_bytes = num_blocks, key_bytes
+        self.links = np.zeros(2 * num_blocks, np.int32)
+        self.words = np.zeros((num_blocks, key_bytes // 8), np.uint64)
+        self.group = np.zeros(num_blocks, np.uint8)
+        self.doomed = np.zeros(num_blocks, np.bool_)
+        self.size = np.zeros(1, np.int64)
+
+    def __len__(self) -> int:
+        return int(self.size[0])
+
+    def _buckets(self, first_words: NDArray[np.uint64]) -> NDArray[np.int64]:
+        scaled = (first_words >> np.uint64(32)) * np.uint64(self.num_blocks) >> np.uint64(32)
+        return scaled.astype(np.int64)
+
+    def insert(self, blocks: BlockIds, keys: Keys, group: int = 0) -> None:
+        """Add blocks that carry no key yet, with their keys uint8 [k, key_bytes], in order."""
+        words = tagged_words(keys, group)
+        self.words[blocks] = words
+        self.group[blocks] = group
+        self.size[0] += len(blocks)
+        at = self._buckets(words[:, 0])
+        self.links[self.num_blocks + blocks] = 0
+        while True:  # walk to each chain's end; of several that end there the first wins
+            after = self.links[at]
+            inner = after != 0
+            if inner.any():
+                at = np.where(inner, self.num_blocks + after, at)
+                ends = np.flatnonzero(~inner)
+                won = self._append(at[ends], blocks[ends])
+                left = np.concatenate([np.flatnonzero(inner), ends[~won]])
+                if left.size == 0:
+                    return
+                left.sort()
+            else:
+                left = np.flatnonzero(~self._append(at, blocks))
+                if left.size == 0:
+                    return
+            at, blocks = at[left], blocks[left]
+
+    def _append(self, ends: NDArray[np.int64], blocks: BlockIds) -> NDArray[np.bool_]:
+        self.links[ends[::-1]] = blocks[::-1]  # the last write stays: the first in the batch
+        return self.links[ends] == blocks
+
+    def find(self, keys: Keys, group: int = 0) -> BlockIds:
+        """The first block inserted under each key, int32 [k]; 0 where there is none."""
+        words = tagged_words(keys, group)
+        found = np.zeros(len(words), np.int32)
+        if len(words) == 0 or self.size[0] == 0:
+            return found
+        wanted = words[:, 0]
+        where = np.arange(len(words))
+        block = self.links[self._buckets(wanted)]
+        while True:
+            hit = self.words[block, 0] == wanted
+            hit &= block != 0
+            if hit.any():
+                at, candidates = where[hit], block[hit]
+                same = (self.words[candidates] == words[at]).all(axis=1)
+                found[at[same]] = candidates[same]
+                hit[hit] = same
+            more = ~hit & (block != 0)
+            if not more.any():
+                return found
+            block = self.links[self.num_blocks + block[more]]
+            wanted, where = wanted[more], where[more]
+
+    def find_prefix(self, keys: Keys, group: int = 0) -> BlockIds:
+        """Blocks of the longest run of leading keys that are all found. A cold prompt is known to
+        be one after a single comparison; the part looked up grows eightfold."""
+        parts, start, span = [], 0, 1
+        while start < len(keys):
+            found = self.find(keys[start : start + span], group)
+            misses = np.flatnonzero(found == 0)
+            if misses.size:
+                parts.append(found[: misses[0]])
+                break
+            parts.append(found)
+            start, span = start + span, span * 8
+        return np.concatenate(parts) if parts else np.zeros(0, np.int32)
+
+    def carries(self, blocks: BlockIds, keys: Keys, group: int = 0) -> NDArray[np.bool_]:
+        """Whether each (keyed) block carries just this key."""
+        return (self.words[blocks] == tagged_words(keys, group)).all(axis=1)
+
+    def remove(self, blocks: BlockIds) -> None:
+        """Take out blocks that carry a key. They cannot be found any more."""
+        self.doomed[blocks] = True
+        at = self._buckets(self.words[blocks, 0])
+        while at.size:
+            block = self.links[at]
+            cut = self.doomed[block]
+            self.links[at[cut]] = self.links[self.num_blocks + block[cut]]
+            onward = (block != 0) & ~cut
+            at[onward] = self.num_blocks + block[onward]
+            if not block.all():
+                at = at[block != 0]
+        self.doomed[blocks] = False
+        self.size[0] -= len(blocks)
+
+    def clear(self) -> None:
+        """Forget everything. O(num_blocks)."""
+        self.links.fill(0)
+        self.size[0] = 0
+
+    def keys_of(self, blocks: BlockIds) -> Keys:
+        """The content keys (without the group) of blocks that carry one."""
+        words = self.words[blocks]
+        words[:, -1] ^= self.group[blocks].astype(np.uint64)
+        return words.view(np.uint8)
+
+    def num_distinct(self, blocks: NDArray) -> int:
+        """Distinct keys among these blocks, groups told apart."""
+        return len(np.unique(self.words[blocks], axis=0)) if len(blocks) else 0
