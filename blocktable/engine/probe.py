@@ -159,8 +159,11 @@ def probe_model(model: Any, attend: Callable[..., Any], write: Callable[..., Non
             paged = _paged_logits(model, recorder, mixers)
             _check_calls(model, config, recorder, mixers)
             alone = _own_logits(model)
-        error = _difference(paged, alone)
-        limit = _TOLERANCE.get(paged.dtype, _TOLERANCE_LOW)
+            error = _difference(paged, alone)
+            limit = _TOLERANCE.get(paged.dtype, _TOLERANCE_LOW)
+            if error > limit and mixers.modules:
+                mixers.token_by_token = True
+                error = _difference(_paged_logits(model, recorder, mixers), alone)
         if not error <= limit:
             raise UnsupportedModel(
                 f"{_title(model)}: logits through the block table differ by {error:.2g} from "

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -65,7 +65,11 @@ class StatefulMixers:
         self._states: dict[int, Any] = {}
         self._caches: list[Any] = []
         self._bounds: list[int] = []
+        self._starts: list[int] = []
         self.active = False
+        self.token_by_token = False
+        """Continue a state one token at a time: for mixers (Mamba 1, Jamba) that take several
+        tokens into an empty state only. The probe finds out."""
         self._originals: list[tuple[torch.nn.Module, Callable[..., Any]]] = []
         for module in self.modules:
             self._wrap(module)
@@ -77,7 +81,7 @@ class StatefulMixers:
             if start == 0 or row not in self._states:
                 self._states[row] = _new_cache(self._config)
         self._caches = [self._states[row] for row in rows]
-        self._bounds = list(bounds)
+        self._bounds, self._starts = list(bounds), list(starts)
 
     def fork(self, parent: int, child: int) -> None:
         """The child's state becomes a copy of the parent's."""
@@ -115,8 +119,7 @@ class StatefulMixers:
         hidden = given.pop(hidden_name)
         given.pop(cache_name, None)
         parts = []
-        for index, cache in enumerate(self._caches):
-            segment = slice(self._bounds[index], self._bounds[index + 1])
+        for segment, cache in self._pieces():
             own = {name: _cut(value, segment, hidden.shape[1]) for name, value in given.items()}
             own[cache_name] = cache
             parts.append(original(**{hidden_name: hidden[:, segment]}, **own))
@@ -124,6 +127,16 @@ class StatefulMixers:
             return torch.cat(parts, dim=1)
         outputs = torch.cat([part[0] for part in parts], dim=1)
         return (outputs, *parts[0][1:])
+
+    def _pieces(self) -> Iterator[tuple[slice, Any]]:
+        """Tokens that go through a mixer in one call, and the cache they go with."""
+        for index, cache in enumerate(self._caches):
+            begin, end = self._bounds[index], self._bounds[index + 1]
+            if self.token_by_token and self._starts[index] > 0:
+                for token in range(begin, end):
+                    yield slice(token, token + 1), cache
+            else:
+                yield slice(begin, end), cache
 
 
 def _cut(value: Any, segment: slice, num_tokens: int) -> Any:

@@ -78,6 +78,7 @@ def gguf_config(file: GGUFFile) -> Any:
     fields["vocab_size"] = embedding.shape[0]
     fields["tie_word_embeddings"] = "output.weight" not in file.tensors
     fields.update(_rope_scaling(file, arch))
+    fields.update(_gemma_scale(arch, fields))
     return _build_config(model_type, fields, file)
 
 
@@ -92,6 +93,16 @@ def _rope_scaling(file: GGUFFile, arch: str) -> dict[str, Any]:
     if kind == "yarn" and original:
         scaling["original_max_position_embeddings"] = original
     return {"rope_scaling": scaling}
+
+
+def _gemma_scale(arch: str, fields: dict[str, Any]) -> dict[str, Any]:
+    """Gemma's query scale, which no file states: that of the head size, but for the 27B models
+    (46 layers in Gemma 2, 62 in Gemma 3) that of hidden size over heads."""
+    if arch not in ("gemma2", "gemma3") or "head_dim" not in fields:
+        return {}
+    largest = fields.get("num_hidden_layers") == (46 if arch == "gemma2" else 62)
+    wide = fields["hidden_size"] // fields["num_attention_heads"]
+    return {"query_pre_attn_scalar": wide if largest else fields["head_dim"]}
 
 
 def _build_config(model_type: str, fields: dict[str, Any], file: GGUFFile) -> Any:

@@ -38,10 +38,19 @@ def load_hub(source: str, dtype: torch.dtype, *, allow_download: bool) -> HubMod
     return HubModel(model.eval(), load_tokenizer(source, local_only=local_only))
 
 
+_TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "merges.txt", "*.tiktoken", "tekken.json")
+
+
 def load_tokenizer(source: str, *, local_only: bool) -> Any | None:
-    """The tokenizer beside a model, or None where there is none that transformers can read."""
+    """The tokenizer beside a model, or None where there is none that transformers can read.
+
+    A directory without a tokenizer's files has none: transformers would make up an empty one.
+    """
     from transformers import AutoTokenizer
 
+    folder = Path(source)
+    if folder.is_dir() and not any(f for name in _TOKENIZER_FILES for f in folder.glob(name)):
+        return None
     try:
         return AutoTokenizer.from_pretrained(source, local_files_only=local_only)
     except (OSError, ValueError, KeyError, ImportError, TypeError, AttributeError):

@@ -1,0 +1,121 @@
+"""GGUF files: bit-identical values, equal models, one-line errors."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf_files import write_model
+from tiny_models import tiny_model
+
+from blocktable.core.errors import LoadError
+from blocktable.engine.loader import begin
+from blocktable.engine.loader.gguf_dequant import dequantize
+from blocktable.engine.loader.gguf_file import GGUFFile, TensorInfo
+
+QUANT_TYPES = [
+    name for name in (
+        "F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K",
+        "Q6_K", "TQ1_0", "TQ2_0", "MXFP4", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ1_S",
+        "IQ1_M", "IQ4_NL", "IQ4_XS",
+    ) if name in GGMLQuantizationType.__members__
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", QUANT_TYPES)
+def test_values_are_bit_identical_to_gguf_py(name: str) -> None:
+    kind = GGMLQuantizationType[name]
+    per_block, block_bytes = GGML_QUANT_SIZES[kind]
+    rows, row_blocks = 37, 256 // per_block * 8  # 75,776 values: more than one pass
+    rng = np.random.default_rng(5)
+    raw = rng.integers(0, 256, (rows, row_blocks * block_bytes), dtype=np.uint8)
+    if name in ("F32", "F16", "BF16"):
+        raw = raw & 0x3F  # no NaN patterns: their payload is nobody's contract
+    with np.errstate(all="ignore"):
+        expected = gguf.dequantize(raw, kind).astype(np.float32)
+        found = dequantize(TensorInfo("t", expected.shape, name, raw.reshape(-1)))
+    np.testing.assert_array_equal(found, expected)
+    live = ~np.isnan(expected)
+    assert np.array_equal(found[live].view(np.uint32), expected[live].view(np.uint32))
+
+
+@pytest.mark.parametrize("arch", ["llama", "qwen2", "gemma2"])
+def test_a_written_model_comes_back(arch: str, tmp_path: Path) -> None:
+    model = tiny_model(arch)
+    write_model(tmp_path / "tiny.gguf", arch, model)
+    loaded = begin(tmp_path / "tiny.gguf").finish("float32")
+    state, back = model.state_dict(), loaded.model.state_dict()
+    assert state.keys() == back.keys()
+    for name, tensor in state.items():
+        torch.testing.assert_close(back[name], tensor, rtol=0, atol=1e-6 if "norm" in name else 0)
+    ids = torch.tensor([[5, 9, 33, 60, 7]])
+    with torch.inference_mode():
+        own, theirs = loaded.model(ids).logits, model(ids).logits
+    torch.testing.assert_close(own, theirs, rtol=1e-3, atol=1e-3)
+    assert loaded.tokenizer("abba").input_ids == [95, 68, 67]
+    assert loaded.tokenizer.eos_token_id == 2
+
+
+def test_quantised_model_has_the_quantised_values(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    write_model(tmp_path / "q.gguf", "llama", model, "Q8_0")
+    weight = model.model.layers[1].mlp.up_proj.weight.detach().numpy()
+    loaded = begin(tmp_path / "q.gguf").finish("float32").model
+    found = loaded.model.layers[1].mlp.up_proj.weight.detach().numpy()
+    kind = GGMLQuantizationType.Q8_0
+    np.testing.assert_array_equal(found, gguf.dequantize(gguf.quantize(weight, kind), kind))
+
+
+@pytest.mark.parametrize("keep", [0, 3, 4, 11, 23, 40, 200, 1500, 4000, -64])
+def test_a_truncated_file_is_one_error(keep: int, tmp_path: Path) -> None:
+    write_model(tmp_path / "whole.gguf", "llama", tiny_model("llama"))
+    whole = (tmp_path / "whole.gguf").read_bytes()
+    (tmp_path / "cut.gguf").write_bytes(whole[:keep])
+    with pytest.raises(LoadError) as caught:
+        begin(tmp_path / "cut.gguf").finish("float32")
+    assert "\n" not in str(caught.value) and "cut.gguf" in str(caught.value)
+
+
+def test_flipped_header_bytes_never_escape_as_another_error(tmp_path: Path) -> None:
+    write_model(tmp_path / "whole.gguf", "llama", tiny_model("llama"))
+    whole = (tmp_path / "whole.gguf").read_bytes()
+    header = whole.index(b"token_embd.weight") + 2000
+    rng = np.random.default_rng(0)
+    path = tmp_path / "bad.gguf"
+    refused = 0
+    for position in rng.integers(0, header, 400):
+        bad = bytearray(whole)
+        bad[position] ^= int(rng.integers(1, 256))
+        path.write_bytes(bad)
+        try:
+            GGUFFile(path)
+        except LoadError as error:
+            refused += 1
+            assert "\n" not in str(error)
+    assert refused > 40
+
+
+def test_what_is_no_gguf_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "text.gguf"
+    path.write_text("hello, this is not a model at all")
+    with pytest.raises(LoadError, match="not a GGUF file"):
+        begin(path)
+    path.write_bytes(b"GGUF" + struct.pack("<IQQ", 99, 0, 0))
+    with pytest.raises(LoadError, match="version 99"):
+        begin(path)
+    path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 2**60, 0))
+    with pytest.raises(LoadError, match="corrupt"):
+        begin(path)
+
+
+def test_bundled_model_reads_digits_one_by_one() -> None:
+    """SmolLM2's rule: GPT-2's pattern after every digit was cut off."""
+    loading = begin("smollm2")
+    backend = loading.tokenizer.result()
+    ids = backend.encode("In 2026, it's <|im_end|>").ids
+    assert ids == [788, 216, 34, 32, 34, 38, 28, 357, 506, 216, 2]
