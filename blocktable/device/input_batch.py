@@ -13,6 +13,7 @@ rows. Token ids are long, so they do not move: a row points to its line of ``tok
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -118,11 +119,10 @@ class InputBatch:
         """Rows of these requests; RowError names the first one that is not in the batch."""
         ids = list(request_ids)
         try:
-            found = [self._row_of[request] for request in ids]
+            return np.fromiter(map(self._row_of.__getitem__, ids), np.int32, len(ids))
         except KeyError:
             missing = next(request for request in ids if request not in self._row_of)
             raise RowError(f"request {missing!r} is not in the batch") from None
-        return np.array(found, np.int32)
 
     def occupied_rows(self) -> RowIds:
         """Rows that hold a request, ascending."""
@@ -172,6 +172,8 @@ class InputBatch:
         if len(requests) > free:
             raise RowError(f"{len(requests)} requests, but {free} rows are free")
         names = [request.request_id for request in requests]
+        if None in names:
+            raise RowError("None is no request id: it marks a free row")
         taken = [name for name in names if name in self._row_of]
         if taken or len(set(names)) < len(names):
             raise RowError(f"request ids {taken or names} are in the batch already, or twice")
@@ -217,8 +219,7 @@ class InputBatch:
         rows = self.rows(ids)
         if len(set(ids)) < len(ids):
             raise RowError(f"request ids {ids} name a request twice")
-        for request in ids:
-            del self._row_of[request]
+        deque(map(self._row_of.__delitem__, ids), maxlen=0)
         self.request_ids[rows] = None
         self._clear_columns(rows)
         self.block_table.clear_rows(rows)
@@ -273,9 +274,8 @@ class InputBatch:
             column[dst] = column[src]
         names = self.request_ids[src]
         self.request_ids[dst] = names
-        self._row_of.update(
-            (name, row) for name, row in zip(names, dst.tolist(), strict=True) if name is not None
-        )
+        self._row_of.update(zip(names.tolist(), dst.tolist(), strict=True))
+        self._row_of.pop(None, None)  # free rows
 
     def resume(
         self,
