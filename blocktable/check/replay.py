@@ -78,13 +78,14 @@ class Replay:
         self.requests: dict[str, Request] = {}
         self.prompts: dict[str, TokenSequence] = {}
         self._counted = (0, 0, 0)
+        self._cleared = 0
 
     def answer(self, i: int, operation: Operation) -> Answer:
         """Do one operation; what it did, and the state after it."""
         op = operation["op"]
         result = getattr(self, f"_do_{op}")(operation)
         stats = self.manager.stats()
-        counted = (stats.stored_blocks, stats.removed_blocks, stats.cleared)
+        counted = (stats.stored_blocks, stats.removed_blocks, self._cleared)
         events = [now - before for now, before in zip(counted, self._counted, strict=True)]
         self._counted = counted
         return {
@@ -176,7 +177,9 @@ class Replay:
         return {"done": bool(self.scheduler.finish([operation["id"]], "abort"))}
 
     def _do_reset(self, operation: Operation) -> Answer:
-        return {"ok": self.scheduler.reset_prefix_cache()}
+        done = self.scheduler.reset_prefix_cache()
+        self._cleared += done
+        return {"ok": done}
 
     def _do_probe(self, operation: Operation) -> Answer:
         if not operation["tokens"]:

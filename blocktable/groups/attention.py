@@ -46,7 +46,7 @@ class SlidingWindowGroup(Group):
         at = np.arange(len(found))
         last_miss = np.maximum.accumulate(np.where(found == NULL_BLOCK, at, -1))
         run = at - last_miss  # cached blocks in a row that end here
-        good = np.flatnonzero((run >= needed) | (last_miss == -1))
+        good = np.flatnonzero((run >= max(needed, 1)) | (last_miss == -1))  # W = 1: at least one
         if good.size == 0:
             return found[:0]
         stop = int(good[-1]) + 1

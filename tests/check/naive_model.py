@@ -116,7 +116,8 @@ class NaiveModel:
             while run < max(need, 1) and run < end and get(end - 1 - run) is not None:
                 run += 1
             if run >= max(need, 1) or (run == end):
-                return [None] * (end - run) + [get(i) for i in range(end - run, end)]
+                kept = min(run, need)  # with W = 1 the block found lies outside the window too
+                return [None] * (end - kept) + [get(i) for i in range(end - kept, end)]
         return []
 
     # ---- allocation
