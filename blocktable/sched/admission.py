@@ -131,15 +131,14 @@ def _count(state: SchedulerState, request: Request, hit: Hit) -> None:
 
 def _swap_in(state: SchedulerState, request: Request, budget: int) -> int | Blocked | None:
     """Bring a swapped request's blocks back and go on where it was."""
-    plan = request.swap
+    swapped = request.swap
     row = state.free_rows[-1]
     manager = state.manager
-    if plan is None:
+    if swapped is None:
         return None
-    try:
-        back = manager.swap_in(row, plan, reserve_blocks=_reserve(state))
-    except OutOfBlocks:
+    if len(swapped.plan.host) + _reserve(state) > manager.pool.available:
         return Blocked(request, 0)
+    back = manager.swap_in(row, swapped, request=request.request_id)
     request.swap = None
     known = int(manager.num_tokens[row])
     if known < len(request.tokens):  # tokens that came after it had left
@@ -207,10 +206,10 @@ def enter_fork(state: SchedulerState, child: Request, row: int, parent_row: int)
 
 def forget_host_copy(state: SchedulerState, request: Request) -> None:
     """Give a swapped request's host blocks back."""
-    plan = request.swap
-    if plan is not None:
+    swapped = request.swap
+    if swapped is not None:
         request.swap = None
-        state.manager.drop_swap(plan)
-        state.swap_out = [other for other in state.swap_out if other is not plan]
+        state.manager.drop_swapped(swapped)
+        state.swap_out = [plan for plan in state.swap_out if plan is not swapped.plan]
         if request.status == RequestStatus.SWAPPED:
             request.status = RequestStatus.PREEMPTED

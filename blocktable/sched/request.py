@@ -17,7 +17,8 @@ import numpy as np
 
 from blocktable.core.errors import RequestError
 from blocktable.core.types import TokenIds
-from blocktable.manager import SwapPlan, TokenSequence
+from blocktable.groups.swap import SwappedRow
+from blocktable.prefix.sequence import TokenSequence
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -87,7 +88,7 @@ class Request:
     """Its place in line: smaller goes first."""
     passed_over: int = field(default=0, init=False, repr=False)
     """Steps in which others were admitted past it."""
-    swap: SwapPlan | None = field(default=None, init=False, repr=False)
+    swap: SwappedRow | None = field(default=None, init=False, repr=False)
     late: int = field(default=0, init=False, repr=False)
     """Tokens still to come from steps in flight when it was preempted."""
     forked: bool = field(default=False, init=False, repr=False)

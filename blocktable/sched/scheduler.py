@@ -222,7 +222,9 @@ class Scheduler:
             manager.fork(parent.row, np.array([row], np.int32))
             enter_fork(state, child, row, parent.row)
             if last_token_ids is not None:
-                manager.replace_last_token(row, int(last_token_ids[index]))
+                at = np.array([row], np.int32)
+                manager.truncate(at, manager.num_tokens[at] - 1)
+                manager.append_tokens(at, np.array([last_token_ids[index]], np.int32))
             children.append(child)
         return children
 

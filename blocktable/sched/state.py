@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 
 from blocktable.core.errors import OutOfBlocks
 from blocktable.core.types import RowIds
-from blocktable.manager import KVCacheManager, SwapPlan
+from blocktable.groups.swap import SwappedRow, SwapPlan
+from blocktable.manager import KVCacheManager
 from blocktable.sched.config import SchedulerConfig
 from blocktable.sched.output import Admission, Fork, SchedulerOutput
 from blocktable.sched.queue import WaitingQueue
@@ -140,8 +141,8 @@ class SchedulerState:
         self.noted, self.steady = True, False
         self.order = self.order[~np.isin(self.order, rows)]
         gone = rows.tolist()
-        for row in gone:
-            self.requests[row].row = -1
+        for request in self.requests[rows].tolist():
+            request.row = -1
         self.requests[rows] = None
         self.pending[rows] = 0
         self.free_rows.extend(gone)
@@ -175,14 +176,14 @@ class SchedulerState:
         self.save_tokens(request)
         self._expect_late(request)
         one = np.array([row], np.int32)
-        plan = self._swap_out(one) if allow_swap and self.config.preemption == "swap" else None
-        if plan is None:
+        swapped = self._swap_out(row) if allow_swap and self.config.preemption == "swap" else None
+        if swapped is None:
             self.manager.release(one, num_computed=really_computed, request=request.request_id)
             request.status = RequestStatus.PREEMPTED
         else:
-            request.swap, request.status = plan, RequestStatus.SWAPPED
-            self.swap_out.append(plan)
-            self.stats.swapped_out_blocks += len(plan.host)
+            request.swap, request.status = swapped, RequestStatus.SWAPPED
+            self.swap_out.append(swapped.plan)
+            self.stats.swapped_out_blocks += len(swapped.plan.host)
         self.leave(one)
         self.waiting.put_back(request)
         request.num_preemptions += 1
@@ -190,10 +191,10 @@ class SchedulerState:
         self.preempted.append(request)
         return request
 
-    def _swap_out(self, rows: RowIds) -> SwapPlan | None:
-        """The plan, or None where host memory has no room: the victim is recomputed then."""
+    def _swap_out(self, row: int) -> SwappedRow | None:
+        """None where host memory has no room: the victim is recomputed then."""
         try:
-            return self.manager.swap_out(rows)[0]
+            return self.manager.swap_out(row)
         except OutOfBlocks:
             return None
 

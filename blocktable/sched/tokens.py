@@ -79,8 +79,7 @@ def record_times(state: SchedulerState, rows: RowIds, counts: Counts, whole: boo
     last = state.last_at[rows]
     fresh = np.isnan(last)
     if fresh.any():
-        for row in rows[fresh].tolist():
-            request: Request = state.requests[row]
+        for request in state.requests[rows[fresh]].tolist():
             request.first_token_at = now
             stats.time_to_first_token.add(max(0.0, now - request.arrival))
     gained = np.maximum(counts, 1)
@@ -97,8 +96,7 @@ def end_rows(
     if not len(rows):
         return []
     ended: list[Request] = []
-    for row, reason in zip(rows.tolist(), reasons, strict=True):
-        request: Request = state.requests[row]
+    for request, reason in zip(state.requests[rows].tolist(), reasons, strict=True):
         state.save_tokens(request)
         conclude(state, request, reason)
         ended.append(request)

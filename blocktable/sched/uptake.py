@@ -155,5 +155,7 @@ def cancel_step(state: SchedulerState, output: SchedulerOutput) -> None:
             state.preempt(row, allow_swap=False, really_computed=start)
     plans = {id(plan) for plan in step.swap_out}
     for request in output.preempted:
-        if id(request.swap) in plans:  # the copy to the host was never made
+        if (
+            request.swap is not None and id(request.swap.plan) in plans
+        ):  # the copy to the host was never made
             forget_host_copy(state, request)

@@ -97,7 +97,7 @@ class SimReport:
         blocks = "unbounded" if self.usable_blocks is None else f"{self.usable_blocks:,}"
         size = "" if self.pool_bytes is None else f" ({self.pool_bytes / 1e9:,.1f} GB)"
         return [
-            ("requests", f"{self.requests:,}, {self.finished:,} finished, {self.refused:,} refused"),
+            ("requests", f"{self.requests:,}, {self.finished:,} done, {self.refused:,} refused"),
             ("pool", f"{blocks} blocks of {self.block_size} tokens{size}, peak in use "
                      f"{self.peak_used_blocks:,}"),
             ("prefix hits", f"{self.hit_tokens:,} of {self.query_tokens:,} prompt tokens "

@@ -3,12 +3,12 @@
 ::
 
     step = overhead
-         + max(weight_bytes / bandwidth, flops_per_token * new_tokens / compute)
+         + max(weight_bytes / bandwidth, flops / compute)
          + kv_bytes_per_token * attended_tokens / bandwidth
+    flops = 2 * parameters * new_tokens + 4 * layers * hidden * pairs of positions
 
 ``attended_tokens`` sums, over the requests in the step, the tokens whose KV is read: a request's
-whole length once a step. The quadratic part of prefill attention is added to the flops
-(``4 * layers * hidden`` a pair of positions).
+whole length once a step. Bandwidth and compute are those of all devices together.
 """
 
 from __future__ import annotations
@@ -23,10 +23,12 @@ from blocktable.core.types import Counts
 class StepTimeModel:
     """A model on a machine. Units: bytes, bytes/s, FLOP/s, seconds.
 
-    The defaults are Llama-3-8B in bfloat16 (8.0e9 parameters, 32 layers, 8 KV heads x 128) on a
-    GPU of 4.3 TB/s and 600 TFLOP/s reached, with 1 ms of overhead a step.
+    The defaults are Llama-3-8B in bfloat16 (8.0e9 parameters, 32 layers, 8 KV heads x 128) over 4
+    GPUs of 4.3 TB/s and 600 TFLOP/s each as reached, with 2 ms of overhead a step: one such GPU
+    cannot keep up with the conversation trace. ``bandwidth`` and ``compute`` are one device's.
     """
 
+    devices: int = 4
     num_parameters: float = 8.0e9
     bytes_per_parameter: float = 2.0
     kv_bytes_per_token: int = 131072
@@ -34,11 +36,11 @@ class StepTimeModel:
     hidden_size: int = 4096
     bandwidth: float = 4.3e12
     compute: float = 600e12
-    overhead: float = 1e-3
+    overhead: float = 2e-3
 
     def __post_init__(self) -> None:
         for name in ("num_parameters", "bytes_per_parameter", "kv_bytes_per_token",
-                     "num_layers", "hidden_size", "bandwidth", "compute"):  # fmt: skip
+                     "num_layers", "hidden_size", "devices", "bandwidth", "compute"):  # fmt: skip
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} must be positive, got {getattr(self, name)!r}")
         if self.overhead < 0:
@@ -48,18 +50,19 @@ class StepTimeModel:
         """Time of a step over batch entries; all arrays [n], O(n) vectorised."""
         lengths = num_computed.astype("float64")
         pairs = float(num_scheduled @ lengths) + 0.5 * float(num_scheduled @ num_scheduled)
+        bandwidth, compute = self.bandwidth * self.devices, self.compute * self.devices
         flops = 2.0 * self.num_parameters * num_total
         flops += 4.0 * self.num_layers * self.hidden_size * pairs
-        weights = self.num_parameters * self.bytes_per_parameter / self.bandwidth
+        weights = self.num_parameters * self.bytes_per_parameter / bandwidth
         attended = float(lengths.sum()) + num_total
-        read = attended * self.kv_bytes_per_token / self.bandwidth
-        return self.overhead + max(weights, flops / self.compute) + read
+        read = attended * self.kv_bytes_per_token / bandwidth
+        return self.overhead + max(weights, flops / compute) + read
 
     def describe(self) -> str:
         """The formula with its numbers, one line."""
         return (
             f"step = {self.overhead * 1e3:g} ms + max({self.num_parameters / 1e9:g}B parameters x "
-            f"{self.bytes_per_parameter:g} B / {self.bandwidth / 1e12:g} TB/s, FLOPs / "
-            f"{self.compute / 1e12:g} TFLOP/s) + KV read / {self.bandwidth / 1e12:g} TB/s at "
-            f"{self.kv_bytes_per_token:,} B a token"
+            f"{self.bytes_per_parameter:g} B / bandwidth, FLOPs / compute) + KV read x "
+            f"{self.kv_bytes_per_token:,} B a token / bandwidth; {self.devices} devices of "
+            f"{self.bandwidth / 1e12:g} TB/s and {self.compute / 1e12:g} TFLOP/s"
         )
