@@ -2,10 +2,10 @@
 
     python bench/cpu_attention.py [--quick] [--json FILE]
 
-Every round times each contender once, in turn, on the same KV; a ratio is taken within its round, so
-that a machine that slows down slows both. Contenders: contiguous SDPA (queries packed per KV head as
-[B, Hkv, G, D], keys already in one piece: what paging is measured against), gather + SDPA (pages
-copied into one piece at every step), our Numba path and our compiled kernel, both in place.
+Every round times each contender once, in turn, on the same KV; a ratio is taken within its round,
+so that a machine that slows down slows both. Contenders: contiguous SDPA (queries packed per KV
+head as [B, Hkv, G, D], keys already in one piece: what paging is measured against), gather + SDPA
+(pages copied into one piece at every step), our Numba path and our compiled kernel, both in place.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 import torch
 
 from blocktable.attention.cpu import paged_attention, plan_step
-from blocktable.attention.cpu.backend import native_available
+from blocktable.attention.cpu.backend import backend_name, native_available
 
 BLOCK_SIZE = 16
 
@@ -101,6 +101,7 @@ def contenders(shape: Shape) -> dict[str, Callable[[], torch.Tensor]]:
 
     def paged(name: str) -> torch.Tensor:
         os.environ["BLOCKTABLE_CPU_KERNEL"] = name
+        backend_name.cache_clear()
         return paged_attention(  # type: ignore[return-value]
             query, k_cache, v_cache, table, starts, lens, scale=size**-0.5,
             plan=plan if name == "native" else None,

@@ -37,6 +37,17 @@ def _as_int64(array: Any) -> NDArray[np.int64]:
     return np.asarray(array, dtype=np.int64)
 
 
+def _gather(
+    cache: Any, blocks: NDArray[np.int64], head: int, offsets: NDArray[np.int64]
+) -> Float64:
+    """Rows [L, D] of one KV head; only these are converted, so that a cache may be huge."""
+    if hasattr(cache, "detach"):
+        import torch
+
+        return as_float64(cache.detach()[torch.from_numpy(blocks), head, torch.from_numpy(offsets)])
+    return as_float64(cache[blocks, head, offsets])
+
+
 def per_head(value: Any, heads: int, default: float) -> Float64:
     """A scale given as None, a number, or an array [1] or [heads], as an array [heads]."""
     if value is None:
@@ -94,14 +105,14 @@ def paged_attention_reference(
     options = AttentionOptions(
         scale=scale, causal=causal, sliding_window=sliding_window, chunk=chunk, softcap=softcap
     )
-    q, k, v = as_float64(query), as_float64(k_cache), as_float64(v_cache)
+    q = as_float64(query)
     table, starts, lens = _as_int64(block_table), _as_int64(query_start_loc), _as_int64(seq_lens)
-    heads, kv_heads, block_size = q.shape[1], k.shape[1], k.shape[2]
+    heads, kv_heads, block_size = q.shape[1], k_cache.shape[1], k_cache.shape[2]
     group = heads // kv_heads
     k_factor, v_factor = per_head(k_scale, kv_heads, 1.0), per_head(v_scale, kv_heads, 1.0)
     sink = None if sinks is None else as_float64(sinks)
     slopes = np.zeros(heads) if alibi_slopes is None else as_float64(alibi_slopes)
-    out = np.zeros((q.shape[0], heads, v.shape[3]))
+    out = np.zeros((q.shape[0], heads, v_cache.shape[3]))
     lse = np.full((q.shape[0], heads), -np.inf)
     for row in range(lens.size):
         seq_len, first_token = int(lens[row]), int(starts[row])
@@ -117,8 +128,8 @@ def paged_attention_reference(
                 kv = head // group
                 out[first_token + i, head], lse[first_token + i, head] = _attend_row(
                     q[first_token + i, head] * scale * k_factor[kv],
-                    k[blocks, kv, offsets],
-                    v[blocks, kv, offsets] * v_factor[kv],
+                    _gather(k_cache, blocks, kv, offsets),
+                    _gather(v_cache, blocks, kv, offsets) * v_factor[kv],
                     slopes[head] * (positions - position),
                     softcap,
                     None if sink is None else float(sink[head]),

@@ -14,26 +14,33 @@ from blocktable.attention.reference import paged_attention_reference
 from blocktable.core.errors import ConfigError
 
 BackendName = Literal["native", "numba", "reference"]
+_NATIVE_TYPES = frozenset((torch.float32, torch.bfloat16, torch.float16))
 
 
-@lru_cache(maxsize=1)
 def native_available() -> bool:
-    """Whether the compiled kernels are in this installation; says so once where they are not."""
+    """Whether the compiled kernels are in this installation."""
     try:
         from blocktable.attention.cpu import _kernels  # noqa: F401  # pyright: ignore
     except ImportError:
-        logging.getLogger("blocktable").warning(
-            "CPU attention was installed without its compiled kernel; using Numba (slower)"
-        )
         return False
     return True
 
 
+@lru_cache(maxsize=1)
 def backend_name() -> BackendName:
-    """The back end in force: BLOCKTABLE_CPU_KERNEL, else the fastest one that is there."""
+    """The back end in force: BLOCKTABLE_CPU_KERNEL, else the fastest one that is there.
+
+    The environment is read once (``backend_name.cache_clear()`` forgets it); one line in the log
+    says when the compiled kernels are missing.
+    """
     name = os.environ.get("BLOCKTABLE_CPU_KERNEL")
     if name is None:
-        return "native" if native_available() else "numba"
+        if native_available():
+            return "native"
+        logging.getLogger("blocktable").warning(
+            "CPU attention was installed without its compiled kernel; using Numba (slower)"
+        )
+        return "numba"
     if name not in ("native", "numba", "reference"):
         raise ConfigError(
             f"BLOCKTABLE_CPU_KERNEL is {name!r}; it may be native, numba or reference"
@@ -41,8 +48,20 @@ def backend_name() -> BackendName:
     return name  # type: ignore[return-value]
 
 
-def _is_native_type(*dtypes: torch.dtype) -> bool:
-    return all(t in (torch.float32, torch.bfloat16, torch.float16) for t in dtypes)
+@lru_cache(maxsize=64)
+def _checked_options(
+    scale: float, causal: bool, sliding_window: int | None, chunk: int | None, softcap: float | None
+) -> AttentionOptions:
+    return AttentionOptions(
+        scale=scale, causal=causal, sliding_window=sliding_window, chunk=chunk, softcap=softcap
+    )
+
+
+@lru_cache(maxsize=1)
+def _native() -> Any:
+    from blocktable.attention.cpu import native
+
+    return native
 
 
 def plan_step(
@@ -56,9 +75,7 @@ def plan_step(
     """
     if backend_name() != "native":
         return None
-    from blocktable.attention.cpu.native import StepPlan
-
-    return StepPlan(block_table, query_start_loc, seq_lens)
+    return _native().StepPlan(block_table, query_start_loc, seq_lens)
 
 
 def paged_attention(
@@ -93,9 +110,7 @@ def paged_attention(
             f"k_cache and v_cache need one dtype and a last stride of 1, got {k_cache.dtype} "
             f"{k_cache.stride()} and {v_cache.dtype} {v_cache.stride()}"
         )
-    options = AttentionOptions(
-        scale=scale, causal=causal, sliding_window=sliding_window, chunk=chunk, softcap=softcap
-    )
+    options = _checked_options(scale, causal, sliding_window, chunk, softcap)
     shape = (query.shape[0], query.shape[1], v_cache.shape[3])
     if out is None:
         out = torch.empty(shape, dtype=query.dtype)
@@ -105,14 +120,12 @@ def paged_attention(
             f"{tuple(out.shape)} with strides {out.stride()}"
         )
     lse = torch.empty(shape[:2], dtype=torch.float32) if return_lse else None
-    name = backend_name()
     extras = {"sinks": sinks, "alibi_slopes": alibi_slopes, "k_scale": k_scale, "v_scale": v_scale}
-    if name == "native" and _is_native_type(query.dtype, k_cache.dtype):
-        from blocktable.attention.cpu import native
-
+    name = "native" if plan is not None else backend_name()
+    if name == "native" and query.dtype in _NATIVE_TYPES and k_cache.dtype in _NATIVE_TYPES:
         if plan is None:
-            plan = native.StepPlan(block_table, query_start_loc, seq_lens)
-        native.attend(query, k_cache, v_cache, plan, options, out=out, lse=lse, **extras)
+            plan = _native().StepPlan(block_table, query_start_loc, seq_lens)
+        _native().attend(query, k_cache, v_cache, plan, options, out=out, lse=lse, **extras)
     else:
         arrays = (query, k_cache, v_cache, block_table, query_start_loc, seq_lens)
         _attend_portable(name, arrays, options, extras, out, lse)
@@ -135,7 +148,7 @@ def _attend_portable(
         return
     from blocktable.attention.cpu import numba_backend
 
-    numba_backend.attend(*arrays, options, out=out, lse=lse, **extras)
+    numba_backend.attend(arrays, options, out=out, lse=lse, **extras)
 
 
 def _check_lengths(
@@ -190,11 +203,9 @@ def write_kv(
         if source.shape[0] < slot_mapping.shape[0]:
             raise ConfigError(f"{slot_mapping.shape[0]} slots for {source.shape[0]} tokens")
     slots = slot_mapping.to(torch.int64).contiguous()
-    native = backend_name() == "native" and _is_native_type(
-        key.dtype, value.dtype, k_cache.dtype, v_cache.dtype
-    )
-    if native:
-        from blocktable.attention.cpu.native import write
+    types = {key.dtype, value.dtype, k_cache.dtype, v_cache.dtype}
+    if backend_name() == "native" and types <= _NATIVE_TYPES:
+        write = _native().write
     else:
         from blocktable.attention.cpu.portable_write import write
     write(key, k_cache, slots, k_scale)

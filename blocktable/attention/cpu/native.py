@@ -17,21 +17,21 @@ TYPES: dict[torch.dtype, int] = {torch.float32: 0, torch.bfloat16: 1, torch.floa
 """Element types of queries and caches the kernels read, by their code."""
 
 
-@lru_cache(maxsize=8)
-def _level_index(name: str | None) -> int:
+@lru_cache(maxsize=1)
+def level() -> int:
+    """Index of the instruction set level in force; the environment is read once.
+
+    BLOCKTABLE_CPU_LEVEL names one of ``_kernels.levels()`` (avx512, avx2, generic); without it, the
+    best one this CPU runs.
+    """
     names: tuple[str, ...] = _kernels.levels()
-    if name is None:
-        return 0
+    name = os.environ.get("BLOCKTABLE_CPU_LEVEL", names[0])
     if name not in names:
         raise ConfigError(f"BLOCKTABLE_CPU_LEVEL is {name!r}; this CPU runs {', '.join(names)}")
     return names.index(name)
 
 
-def level() -> int:
-    """Instruction set level in force: BLOCKTABLE_CPU_LEVEL (avx512, avx2, generic) or the best."""
-    return _level_index(os.environ.get("BLOCKTABLE_CPU_LEVEL"))
-
-
+@lru_cache(maxsize=1)
 def own_threads() -> bool:
     """Whether to leave the loaded OpenMP team alone (BLOCKTABLE_CPU_THREADS=own)."""
     return os.environ.get("BLOCKTABLE_CPU_THREADS") == "own"

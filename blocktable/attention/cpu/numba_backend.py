@@ -58,12 +58,15 @@ def _cache_view(cache: torch.Tensor) -> NDArray:
 
 
 def attend(
-    query: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, block_table: torch.Tensor,
-    query_start_loc: torch.Tensor, seq_lens: torch.Tensor, options: AttentionOptions, *,
+    arrays: tuple[torch.Tensor, ...], options: AttentionOptions, *,
     sinks: torch.Tensor | None, alibi_slopes: torch.Tensor | None, k_scale: object,
     v_scale: object, out: torch.Tensor, lse: torch.Tensor | None,
 ) -> None:  # fmt: skip
-    """Fill ``out`` [T, Hq, Dv] (any float dtype) and ``lse`` [T, Hq]; arguments are checked."""
+    """Fill ``out`` [T, Hq, Dv] (any float dtype) and ``lse`` [T, Hq]; arguments are checked.
+
+    arrays: query, k_cache, v_cache, block_table, query_start_loc, seq_lens.
+    """
+    query, k_cache, v_cache, block_table, query_start_loc, seq_lens = arrays
     starts = query_start_loc.numpy().astype(np.int64)
     lens = seq_lens.numpy().astype(np.int64)
     kv_heads = k_cache.shape[1]
