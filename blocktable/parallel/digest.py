@@ -23,6 +23,7 @@ from blocktable.core.types import BlockIds, Counts, RowIds
 U64 = NDArray[np.uint64]
 _ADD = np.uint64(0x9E3779B97F4A7C15)
 _MUL1, _MUL2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+_MASK64 = (1 << 64) - 1
 _S30, _S27, _S31, _S32 = (np.uint64(bits) for bits in (30, 27, 31, 32))
 
 
@@ -57,13 +58,13 @@ class TableDigest:
     def __init__(self, max_rows: int) -> None:
         self.rows: U64 = np.zeros(max_rows, np.uint64)
         self._index_mix = mix(np.arange(max_rows, dtype=np.uint64))
-        self._value = np.uint64(0)
+        self._value = 0
         self._cursor = 0
 
     @property
     def value(self) -> int:
         """The table digest, 0 for an empty table."""
-        return int(self._value)
+        return self._value
 
     def _weights(self, rows: RowIds, digests: U64) -> U64:
         """uint64 [n]: what each row adds to the table digest; an empty row adds nothing."""
@@ -73,9 +74,9 @@ class TableDigest:
 
     def _assign(self, rows: RowIds, digests: U64) -> None:
         """Set the digests of distinct ``rows``."""
-        with np.errstate(over="ignore"):
-            self._value -= np.add.reduce(self._weights(rows, self.rows[rows]))
-            self._value += np.add.reduce(self._weights(rows, digests))
+        gone = int(np.add.reduce(self._weights(rows, self.rows[rows])))
+        come = int(np.add.reduce(self._weights(rows, digests)))
+        self._value = self._value - gone + come & _MASK64
         self.rows[rows] = digests
 
     def append(self, rows: RowIds, starts: NDArray, counts: Counts, block_ids: BlockIds) -> None:
@@ -124,20 +125,25 @@ class TableDigest:
         flat = entry_digests(np.broadcast_to(columns, ids.shape).ravel(), ids.ravel())
         return np.add.reduce(flat.reshape(ids.shape), axis=1)
 
+    def next_rows(self, counts: Counts, budget: int) -> RowIds:
+        """The next rows in turn that hold about ``budget`` entries; an empty row counts as one."""
+        size = len(self.rows)
+        order = np.arange(self._cursor, self._cursor + min(size, budget)) % size
+        taken = int(np.searchsorted(np.cumsum(counts[order] + 1), budget)) + 1
+        rows = order[: min(taken, len(order))].astype(np.int32)
+        self._cursor = (self._cursor + len(rows)) % size
+        return rows
+
     def verify(self, table: BlockIds, counts: Counts, budget: int | None = None) -> int | None:
         """First row whose memory does not say what the operations said, or None.
 
-        With ``budget`` the next rows in turn are read, about that many entries of them, so that
-        calls in sequence go round the whole table; without it, all rows are.
+        With ``budget`` the `next_rows` are read, so that calls in sequence go round the whole
+        table; without it, all rows are.
         """
-        size = len(self.rows)
         if budget is None:
-            rows = np.arange(size, dtype=np.int32)
+            rows = np.arange(len(self.rows), dtype=np.int32)
         else:
-            order = np.arange(self._cursor, self._cursor + size) % size
-            taken = int(np.searchsorted(np.cumsum(counts[order] + 1), budget)) + 1
-            rows = order[: min(taken, size)].astype(np.int32)
-            self._cursor = (self._cursor + len(rows)) % size
+            rows = self.next_rows(counts, budget)
         wrong = self.recompute(table, counts, rows) != self.rows[rows]
         return int(rows[wrong].min()) if wrong.any() else None
 

@@ -5,8 +5,9 @@ The scheduler decides once; the message carries the decision, never the state. A
 layout. Nothing in a message is executed or names a type: it is a fixed header, a directory of
 integer columns and their packed bits, all of it under one checksum.
 
-A rank applies the parts in this order: clears (a truncation to 0), truncations, moves, entries
-that are set, blocks that are appended; copies run on the device before the step's kernels.
+A rank applies the parts of a group in the order of the fields: rows move, are cut, lose entries
+(become null), have entries replaced, and grow; then blocks are swapped out, swapped in and copied
+on the device, before the step's kernels.
 
 Version 1. A reader refuses every other version: ranks of one engine run one release.
 """
@@ -44,22 +45,23 @@ class GroupDelta(NamedTuple):
     ``append_ids`` is the concatenation of ``append_counts[i]`` block ids for ``append_rows[i]``.
     """
 
+    move_from: Ints = EMPTY  # [m] rows, empty afterwards unless they are in move_to
+    move_to: Ints = EMPTY  # [m] rows whose earlier content is gone; all sources are read first
     truncate_rows: Ints = EMPTY  # [t] rows cut to
     truncate_counts: Ints = EMPTY  # [t] this many blocks; 0 clears the row
-    move_from: Ints = EMPTY  # [m] rows, empty afterwards
-    move_to: Ints = EMPTY  # [m] rows, empty before
+    null_rows: Ints = EMPTY  # [k] entries of these rows become null
+    null_starts: Ints = EMPTY  # [k] from here
+    null_stops: Ints = EMPTY  # [k] to before here
     set_rows: Ints = EMPTY  # [s] one entry each
     set_columns: Ints = EMPTY  # [s]
-    set_ids: Ints = EMPTY  # [s] its new block id; 0 makes it null
+    set_ids: Ints = EMPTY  # [s] its new block id
     append_rows: Ints = EMPTY  # [a]
     append_counts: Ints = EMPTY  # [a]
     append_ids: Ints = EMPTY  # [sum(append_counts)]
-    copy_from: Ints = EMPTY  # [c] blocks whose contents
-    copy_to: Ints = EMPTY  # [c] are copied here before the step (copy on write)
 
 
 class StepMessage(NamedTuple):
-    """One step, as every rank must run it.
+    """One step, as every rank must run it. Block ids are the driver's.
 
     ``digest`` is the driver's `TableDigest` after the step's changes: a rank that computes another
     one has diverged. ``sequence`` counts messages, so that one lost, repeated or overtaken is seen.
@@ -73,9 +75,19 @@ class StepMessage(NamedTuple):
     num_scheduled: Ints = EMPTY  # [n] tokens each runs
     start_rows: Ints = EMPTY  # [k] rows whose position the reader cannot know (new, rolled back)
     start_positions: Ints = EMPTY  # [k] their first position
-    token_ids: Ints = EMPTY  # [sum(num_scheduled)] or empty when each rank has them already
+    token_ids: Ints = EMPTY  # [sum(num_scheduled)], or empty when each rank has them already
+    sample_index: Ints = EMPTY  # [m] batch entries that sample; empty = all; -1 alone = none
+    released: Ints = EMPTY  # rows given up since the last step
+    fork_rows: Ints = EMPTY  # [f] rows that begin as a copy
+    fork_parents: Ints = EMPTY  # [f] of these
+    copy_from: Ints = EMPTY  # [c] blocks copied on the device before the step
+    copy_to: Ints = EMPTY  # [c]
+    swap_out_device: Ints = EMPTY  # [o] device blocks that go
+    swap_out_host: Ints = EMPTY  # [o] to these host blocks
+    swap_in_host: Ints = EMPTY  # [i] host blocks that go
+    swap_in_device: Ints = EMPTY  # [i] to these device blocks
     dropped_ids: Ints = EMPTY  # blocks that hold nothing any more: a rank may unmap them
-    user: Ints = EMPTY  # what the engine adds for its own use
+    user: Ints = EMPTY  # what an engine adds for its own use
 
 
 class WireLimits(NamedTuple):
@@ -92,6 +104,11 @@ _GROUP_FIELDS = GroupDelta._fields
 _STEP_FIELDS = StepMessage._fields[4:]
 _STEP_BASE = 64  # field numbers of step columns begin here
 _MAX_GROUPS = 255
+_STEP_PAIRS = (
+    ("rows", "num_scheduled"), ("start_rows", "start_positions"), ("fork_rows", "fork_parents"),
+    ("copy_from", "copy_to"), ("swap_out_device", "swap_out_host"),
+    ("swap_in_host", "swap_in_device"),
+)  # fmt: skip
 _APPEND_IDS = _GROUP_FIELDS.index("append_ids")
 
 
@@ -305,16 +322,15 @@ def _check_lengths(message: StepMessage) -> None:
         if (
             len(delta.truncate_rows) != len(delta.truncate_counts)
             or len(delta.move_from) != len(delta.move_to)
+            or not len(delta.null_rows) == len(delta.null_starts) == len(delta.null_stops)
             or not len(delta.set_rows) == len(delta.set_columns) == len(delta.set_ids)
             or len(delta.append_rows) != len(delta.append_counts)
-            or len(delta.copy_from) != len(delta.copy_to)
             or appended != len(delta.append_ids)
         ):
             raise WireError(f"the columns of group {group} have lengths that do not fit")
-    if len(message.rows) != len(message.num_scheduled) or len(message.start_rows) != len(
-        message.start_positions
-    ):
-        raise WireError("the step's columns have lengths that do not fit")
+    for first, second in _STEP_PAIRS:
+        if len(getattr(message, first)) != len(getattr(message, second)):
+            raise WireError(f"{first} and {second} have lengths that do not fit")
     tokens = len(message.token_ids)
     if tokens and tokens != _total(message.num_scheduled):
         raise WireError(f"{tokens} token ids, but the rows run another number of tokens")

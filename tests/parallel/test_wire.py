@@ -76,15 +76,17 @@ runs = st.lists(st.tuples(st.integers(0, 2**31 - 100), st.integers(1, 90)), max_
 def messages(draw):
     groups = []
     for _ in range(draw(st.integers(0, 3))):
-        t, m, s, c = (draw(columns) for _ in range(4))
+        m, t, n, s = (draw(columns) for _ in range(4))
         ids = draw(st.one_of(columns, runs))
-        groups.append(GroupDelta(t, t, m, m, s, s, s, ints(3), ints(len(ids)), ids, c, c))
+        groups.append(GroupDelta(m, m, t, t, n, n, n, s, s, s, ints(3), ints(len(ids)), ids))
     rows = draw(columns)
     tokens = draw(st.sampled_from([EMPTY, rows]))
     numbers = [draw(st.integers(0, 2**bits - 1)) for bits in (64, 32, 64)]
-    start = draw(columns)
+    a, b, c = (draw(columns) for _ in range(3))
     ones = np.ones(len(rows), np.int32)
-    return StepMessage(*numbers, tuple(groups), rows, ones, start, start, tokens, start, rows)
+    return StepMessage(
+        *numbers, tuple(groups), rows, ones, a, a, tokens, a, b, c, c, a, a, b, b, c, c, a, rows
+    )
 
 
 @given(messages())
@@ -121,9 +123,9 @@ def test_first_version_is_pinned():
     delta = GroupDelta(append_rows=ints(1), append_counts=ints(2), append_ids=ints(7, 9))
     data = encode_step(StepMessage(3, 4, 5, (delta,), token_ids=EMPTY))
     head = struct.pack("<4sBBHIIQQ", b"BTSM", 1, 1, 3, len(data), 4, 3, 5)
-    directory = struct.pack("<BBBBII", 7, 0, 1, 0, 1, 1)
-    directory += struct.pack("<BBBBII", 8, 0, 1, 0, 1, 2)
-    directory += struct.pack("<BBBBII", 9, 0, 0, 4, 2, 0)
+    directory = struct.pack("<BBBBII", 10, 0, 1, 0, 1, 1)
+    directory += struct.pack("<BBBBII", 11, 0, 1, 0, 1, 2)
+    directory += struct.pack("<BBBBII", 12, 0, 0, 4, 2, 0)
     body = head + directory + bytes([0x97, 0, 0, 0])
     assert data == body + xxhash.xxh3_64_digest(body)
 
@@ -176,7 +178,7 @@ def test_forged_messages_raise_wire_error_or_decode(changes, kind):
         encode_step(decode_step_of(rng, 40, 9)),
         encode_step(whole_table(np.arange(1, 321).reshape(5, 64))),
         encode_step(whole_table((rng.permutation(80)[:, None] * 4 + np.arange(4)).reshape(5, 64))),
-        encode_step(StepMessage(1, 2, 3, (GroupDelta(), GroupDelta(ints(1, 5), ints(0, 0))))),
+        encode_step(StepMessage(1, 2, 3, (GroupDelta(), GroupDelta(ints(1, 5), ints(0, 2))))),
     ][kind]
     data = bytearray(base)
     for at, value in changes:
