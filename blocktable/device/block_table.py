@@ -10,11 +10,12 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
 from blocktable.core.errors import RowError
 from blocktable.core.geometry import SlotGeometry
 from blocktable.core.table import HostTable
+from blocktable.device.gather import RowGather
 from blocktable.device.group_table import BlockTable, PreparedRows, own_rows
 from blocktable.device.row_sources import SplitRows
 from blocktable.device.slot_mapping import SlotMapper
@@ -120,6 +121,7 @@ class MultiGroupBlockTable:
             BlockTable._member(source, g, self.device_tables, self.slot_mapper)
             for g, source in enumerate(sources)
         )
+        self._gather: RowGather | None = None
         self.device, self.max_num_reqs = device, self.device_tables.num_rows
 
     def __getitem__(self, group: int) -> BlockTable:
@@ -217,6 +219,25 @@ class MultiGroupBlockTable:
     ) -> None:
         """Fill every group's ``slot_mapping``: one launch (`slot_mapping.SlotMapper.compute`)."""
         self.slot_mapper.compute(num_reqs, query_start_loc, positions, rows)
+
+    def gather_rows(
+        self, rows: torch.Tensor, rows_cpu: NDArray[np.int32] | None = None
+    ) -> tuple[torch.Tensor, ...]:
+        """Every group's rows in batch order, int32 [n, width] (`gather.RowGather.gather`).
+
+        ``rows`` int32 [n] on the device, -1 padded. With ``rows_cpu``, the same on the host,
+        rows are copied as far as the longest of them only; leave it out inside a CUDA graph.
+        """
+        if self._gather is None:
+            self._gather = RowGather(self.device_tables)
+        if rows_cpu is None:
+            return self._gather.gather(rows)
+        live = rows_cpu[rows_cpu >= 0]
+        widths = [
+            max(1, int(table.num_blocks_per_row[live].max(initial=0)))
+            for table in self.block_tables
+        ]
+        return self._gather.gather(rows, widths)
 
     # -- inside ---------------------------------------------------------------------------------
 

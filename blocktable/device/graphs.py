@@ -38,8 +38,18 @@ def padded_size(size: int, sizes: Sequence[int]) -> int | None:
     return int(sizes[at]) if at < len(sizes) else None
 
 
+class DeviceInputs(NamedTuple):
+    """The device side of a step's inputs: slices of fixed buffers."""
+
+    input_ids: torch.Tensor  # int32 [num_tokens_padded]
+    positions: torch.Tensor  # int64 [num_tokens_padded]
+    query_start_loc: torch.Tensor  # int32 [num_reqs_padded + 1]
+    seq_lens: torch.Tensor  # int32 [num_reqs_padded]
+    rows: torch.Tensor  # int32 [num_reqs_padded]: table row of each request, -1 padded
+
+
 class StepInputs(NamedTuple):
-    """The device side of one step's inputs: slices of fixed buffers, padded as asked."""
+    """One step's inputs: the device side in fixed buffers, padded as asked, and the host's."""
 
     input_ids: torch.Tensor  # int32 [num_tokens_padded]
     positions: torch.Tensor  # int64 [num_tokens_padded]
@@ -48,6 +58,8 @@ class StepInputs(NamedTuple):
     rows: torch.Tensor  # int32 [num_reqs_padded]: table row of each request, -1 padded
     query_start_loc_cpu: torch.Tensor
     seq_lens_cpu: torch.Tensor
+    rows_cpu: torch.Tensor
+    num_tokens: int  # without padding
 
 
 class StaticInputs:
@@ -107,15 +119,21 @@ class StaticInputs:
             np.add(np.repeat(first, query_lens), np.arange(tokens), out=positions[:tokens])
             positions[tokens:toks] = 0
             cpu_starts, cpu_lens = starts[: reqs + 1].copy(), host["seq_lens"][:reqs].copy()
+            cpu_rows = host["rows"][:reqs].copy()
             target = self._buffer.view(torch.uint8)
             slot.copy_to(target, 0, 4 * (self._fields["positions"].start + 2 * toks))
             ids = self._fields["input_ids"].start
             slot.copy_to(target, 4 * ids, 4 * (ids + toks))
+        host_side = (torch.from_numpy(part) for part in (cpu_starts, cpu_lens, cpu_rows))
+        return StepInputs(*self.at(reqs, toks), *host_side, tokens)
+
+    def at(self, num_reqs: int, num_tokens: int) -> DeviceInputs:
+        """The buffers of a step of that padded size: what a graph is captured with."""
         views = self._device
-        return StepInputs(
-            views["input_ids"][:toks], views["positions"][:toks],
-            views["query_start_loc"][: reqs + 1], views["seq_lens"][:reqs], views["rows"][:reqs],
-            torch.from_numpy(cpu_starts), torch.from_numpy(cpu_lens),
+        return DeviceInputs(
+            views["input_ids"][:num_tokens], views["positions"][:num_tokens],
+            views["query_start_loc"][: num_reqs + 1], views["seq_lens"][:num_reqs],
+            views["rows"][:num_reqs],
         )  # fmt: skip
 
     def _check(self, n: int, tokens: int, reqs: int, toks: int, ids: int) -> None:

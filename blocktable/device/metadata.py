@@ -20,6 +20,8 @@ import numpy as np
 import torch
 
 from blocktable.core.specs import KVCacheSpec, MambaCacheMode, MambaSpec, ceil_div
+from blocktable.device.block_table import MultiGroupBlockTable
+from blocktable.device.graphs import StepInputs
 from blocktable.device.views import CSRTable, csr_view
 
 Metadata = TypeVar("Metadata")
@@ -69,6 +71,47 @@ class CommonAttentionMetadata:
     ) -> CommonAttentionMetadata:
         """The same step seen by another group: shares every tensor but these two."""
         return replace(self, block_table_tensor=block_table_tensor, slot_mapping=slot_mapping)
+
+
+def common_metadata(
+    table: MultiGroupBlockTable,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    query_start_loc_cpu: torch.Tensor,
+    seq_lens_cpu: torch.Tensor,
+    *,
+    rows: torch.Tensor | None = None,
+    rows_cpu: torch.Tensor | None = None,
+) -> list[CommonAttentionMetadata]:
+    """One step for every group, after ``commit_block_table`` and ``compute_slot_mapping``.
+
+    Request i has table row i, or ``rows[i]`` (int32 [num_reqs], -1 padded): then its row is
+    gathered into a fixed buffer, as wide as the longest row where ``rows_cpu`` is given.
+    Everything but the tables and slot mappings is shared between the groups.
+    """
+    num_reqs = seq_lens.shape[0]
+    if rows is None:
+        tables = [one.get_device_tensor(num_reqs) for one in table.block_tables]
+    else:
+        tables = list(table.gather_rows(rows, None if rows_cpu is None else rows_cpu.numpy()))
+    lens = (query_start_loc_cpu[1:] - query_start_loc_cpu[:-1]).numpy()
+    first = CommonAttentionMetadata(
+        query_start_loc, query_start_loc_cpu, seq_lens, seq_lens_cpu, num_reqs,
+        int(query_start_loc_cpu[-1]), int(lens.max(initial=0)),
+        int(seq_lens_cpu.numpy().max(initial=0)), tables[0], table[0].slot_mapping,
+    )  # fmt: skip
+    return [
+        first.with_block_table(rows_of, one.slot_mapping)
+        for rows_of, one in zip(tables, table.block_tables, strict=True)
+    ]
+
+
+def step_metadata(table: MultiGroupBlockTable, step: StepInputs) -> list[CommonAttentionMetadata]:
+    """`common_metadata` of a step staged with `graphs.StaticInputs`."""
+    return common_metadata(
+        table, step.query_start_loc, step.seq_lens, step.query_start_loc_cpu, step.seq_lens_cpu,
+        rows=step.rows, rows_cpu=step.rows_cpu,
+    )  # fmt: skip
 
 
 class AttentionMetadataBuilder(Protocol[Metadata]):

@@ -54,9 +54,10 @@ def check(batch: InputBatch, model: dict[str, list]) -> None:
         for table, ids in zip(batch.block_table.block_tables, blocks, strict=True):
             entries = table.map_to_kernel_blocks(ids).tolist()
             on_device = table.get_device_tensor().cpu().numpy()[row]
-            assert on_device[: len(entries)].tolist() == entries and not on_device[
-                len(entries) :
-            ].any()
+            assert (
+                on_device[: len(entries)].tolist() == entries
+                and not on_device[len(entries) :].any()
+            )
     free = np.setdiff1d(np.arange(ROWS), batch.occupied_rows())
     assert (batch["temperature"][free] == 1).all() and (batch["tag"][free] == -7).all()
     assert not batch["num_tokens"][free].any() and (batch["logit_bias"] == 0.5).all()

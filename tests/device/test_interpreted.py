@@ -15,7 +15,9 @@ import pytest
 HERE = Path(__file__).resolve().parent
 
 
-@pytest.mark.parametrize("file", ["test_row_operations.py", "test_slot_mapping.py"])
+@pytest.mark.parametrize(
+    "file", ["test_row_operations.py", "test_slot_mapping.py", "test_metadata.py", "test_graphs.py"]
+)
 def test_under_the_interpreter(file: str) -> None:
     pytest.importorskip("triton")
     run = subprocess.run(
