@@ -96,6 +96,45 @@ def chat(
 
 
 @app.command()
+def serve(
+    model: opt.Model = "smollm2",
+    host: Annotated[str, typer.Option(help="Address to bind.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="0 takes a free one.")] = 8000,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="BLOCKTABLE_API_KEY", help="Key that clients must send.")
+    ] = None,
+    served_name: Annotated[str | None, typer.Option(help="The model's name in the API.")] = None,
+    max_queue: Annotated[int, typer.Option(help="Completions that may wait; then 429.")] = 256,
+    drain_seconds: Annotated[float, typer.Option(help="Time for answers at SIGTERM.")] = 30.0,
+    inspector: Annotated[bool, typer.Option(help="Serve the page /inspect.")] = True,
+    block_size: opt.BlockSize = 16,
+    num_blocks: opt.NumBlocks = None,
+    max_model_len: opt.MaxModelLen = None,
+    max_num_seqs: opt.MaxNumSeqs = 64,
+    max_num_batched_tokens: opt.MaxBatchedTokens = None,
+    prefix_caching: opt.PrefixCaching = True,
+    chunked_prefill: opt.ChunkedPrefill = True,
+    dtype: opt.DType = "auto",
+    device: opt.Device = None,
+) -> None:
+    """Serve a model to OpenAI clients, with the inspector at /inspect."""
+    from blocktable.serve.config import ServerConfig
+    from blocktable.serve.run import serve as run
+
+    config = ServerConfig(
+        host=host, port=port, api_key=api_key, served_name=served_name, max_queue=max_queue,
+        drain_seconds=drain_seconds, inspector=inspector,
+    )  # fmt: skip
+    engine = opt.given(
+        block_size=block_size, num_blocks=num_blocks, max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens,
+        enable_prefix_caching=prefix_caching, enable_chunked_prefill=chunked_prefill,
+        dtype=dtype, device=device,
+    )  # fmt: skip
+    run(model, config, engine)
+
+
+@app.command()
 def replay(
     script: Annotated[Path, typer.Argument(help="JSON-lines script of cache operations.")],
     answers: Annotated[Path, typer.Option(help="Where to write the state after each operation.")],

@@ -59,16 +59,24 @@ def picture(manager: object, row_owner: NDArray[np.int32]) -> PoolPicture:
 
 
 def draw_map(pool: PoolPicture, width: int, max_lines: int = 16) -> Text:
-    """The map as text, ``width`` blocks a line; a large pool shows every k-th block only."""
-    blocks = np.arange(len(pool.kind))
-    step = -(-len(blocks) // (width * max_lines))
+    """The map as text, ``width`` blocks a line, up to the last block that is not free.
+
+    Where that takes more than ``max_lines`` lines only every k-th block is shown, and said so.
+    """
+    used = np.flatnonzero(pool.kind != FREE)
+    lines = int(used[-1]) // width + 1 if len(used) else 1
+    end = min(lines * width, len(pool.kind))
+    step = -(-lines // max_lines)
     text = Text()
-    for i, block in enumerate(blocks[::step].tolist()):
+    for i, block in enumerate(range(0, end, step)):
         if i and i % width == 0:
             text.append("\n")
         text.append(*_cell(int(pool.kind[block]), int(pool.owner[block])))
-    if step > 1:
-        text.append(f"\n(1 of {step} blocks shown)", style="dim")
+    notes = [f"1 of {step} blocks shown"] if step > 1 else []
+    if end < len(pool.kind):
+        notes.append(f"{len(pool.kind) - end:,} more blocks, all free")
+    if notes:
+        text.append(f"\n... {', '.join(notes)}", style="dim")
     return text
 
 

@@ -1,0 +1,54 @@
+"""How the server runs and what it accepts. Every limit that a client can meet is in here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from blocktable.core.errors import ConfigError
+from blocktable.engine.params import SamplingLimits
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerConfig:
+    """Checked once, at start; ConfigError names the option and its limit.
+
+    Attributes:
+        host: loopback by default; anything else should come with an ``api_key``.
+        port: 0 takes a free port.
+        api_key: if set, every path but /health wants ``Authorization: Bearer <key>``.
+        served_name: the model's name in the API; None takes the name it was loaded by.
+        max_queue: completions that may wait beside those that run; one more is answered 429.
+        max_body_bytes: larger request bodies are answered 413.
+        max_prompts: most prompts in one completions request.
+        max_salt: most characters of a ``cache_salt``.
+        drain_seconds: how long SIGTERM waits for answers under way.
+        sampling: limits of the sampling parameters.
+        inspector: record table events and serve /inspect.
+        ring_bytes: memory for recorded events, about; the oldest are dropped.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_key: str | None = None
+    served_name: str | None = None
+    max_queue: int = 256
+    max_body_bytes: int = 16 * 2**20
+    max_prompts: int = 256
+    max_salt: int = 128
+    drain_seconds: float = 30.0
+    sampling: SamplingLimits = field(default_factory=lambda: SamplingLimits(max_n=64))
+    inspector: bool = True
+    ring_bytes: int = 32 * 2**20
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"port must be in [0, 65535], got {self.port}")
+        for name in ("max_body_bytes", "max_prompts", "max_salt", "ring_bytes"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.max_queue < 0:
+            raise ConfigError(f"max_queue must be at least 0, got {self.max_queue}")
+        if self.drain_seconds < 0:
+            raise ConfigError(f"drain_seconds must be at least 0, got {self.drain_seconds}")
+        if self.api_key is not None and not self.api_key.strip():
+            raise ConfigError("api_key must not be empty")

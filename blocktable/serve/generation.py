@@ -1,0 +1,206 @@
+"""``/v1/completions`` and ``/v1/chat/completions``: from a checked request to its response."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from fastapi import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+
+from blocktable.core.errors import RequestError
+from blocktable.engine.params import SamplingParams
+from blocktable.serve.answers import ChatShape, Shape
+from blocktable.serve.bridge import Call, EngineBridge, Update
+from blocktable.serve.config import ServerConfig
+from blocktable.serve.errors import ApiError, error_body, from_request_error
+from blocktable.serve.prompts import PromptReader
+from blocktable.serve.protocol import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    SamplingFields,
+    plain_messages,
+)
+
+CLIENT_GONE = 499
+_FIELDS = frozenset(CompletionRequest.model_fields) | frozenset(ChatCompletionRequest.model_fields)
+
+
+class Generation:
+    """Serves generation requests over one engine."""
+
+    def __init__(
+        self, config: ServerConfig, bridge: EngineBridge, reader: PromptReader, model: str
+    ) -> None:
+        self._config, self._bridge, self._reader, self.model = config, bridge, reader, model
+
+    async def completions(self, body: CompletionRequest, request: Request) -> Response:
+        """Answer a completions request."""
+        self.check_model(body.model)
+        self._check_completion(body)
+        ids, texts = await self._reader.completions(
+            body.prompt, body.add_special_tokens is not False
+        )
+        params = self._params(body, ids, body.max_tokens or 16, body.max_tokens, body.logprobs)
+        echoes: list[str] = []
+        if body.echo:
+            echoes = [
+                t if t is not None else self._decode(i) for t, i in zip(texts, ids, strict=True)
+            ]
+        shape = Shape(self.model, params.n, self._bridge.engine.detokenizer, echoes)
+        return await self._respond(body, request, ids, params, shape)
+
+    async def chat(self, body: ChatCompletionRequest, request: Request) -> Response:
+        """Answer a chat request."""
+        self.check_model(body.model)
+        options = dict(body.chat_template_kwargs or {})
+        if body.add_generation_prompt is not None:
+            options["add_generation_prompt"] = body.add_generation_prompt
+        tools = None if body.tool_choice == "none" else body.tools
+        messages = plain_messages(body.messages)
+        ids = [await self._reader.run(self._reader.chat_ids, messages, tools, options)]
+        wanted = body.max_completion_tokens or body.max_tokens
+        room = self._bridge.engine.max_model_len - len(ids[0])
+        if body.top_logprobs and not body.logprobs:
+            raise ApiError(400, "top_logprobs needs logprobs to be true", param="top_logprobs")
+        logprobs = (body.top_logprobs or 0) if body.logprobs else None
+        params = self._params(body, ids, wanted or room, wanted, logprobs)
+        shape = ChatShape(self.model, params.n, self._bridge.engine.detokenizer, ())
+        return await self._respond(body, request, ids, params, shape)
+
+    def check_model(self, name: str | None) -> None:
+        """404 for a model that is not served here."""
+        if name is not None and name != self.model:
+            raise ApiError(
+                404, f"model {name[:100]!r} does not exist, served is {self.model!r}",
+                param="model", code="model_not_found",
+            )  # fmt: skip
+
+    def _check_completion(self, body: CompletionRequest) -> None:
+        if body.suffix:
+            raise ApiError(400, "suffix is not supported, leave it out", param="suffix")
+        if body.best_of is not None and body.best_of != (body.n or 1):
+            raise ApiError(
+                400, f"best_of must equal n ({body.n or 1}), got {body.best_of}", param="best_of"
+            )
+        if body.echo and body.logprobs is not None:
+            raise ApiError(400, "echo cannot be combined with logprobs", param="echo")
+
+    def _params(
+        self, body: SamplingFields, prompts: list[list[int]], max_tokens: int,
+        asked: int | None, logprobs: int | None,
+    ) -> SamplingParams:  # fmt: skip
+        engine, salt = self._bridge.engine, body.cache_salt
+        room = engine.max_model_len - max(map(len, prompts))
+        if asked is not None and asked > room:
+            raise ApiError(
+                400, f"max_tokens must be at most {room} (max_model_len {engine.max_model_len} "
+                f"less the prompt), got {asked}", param="max_tokens",
+            )  # fmt: skip
+        if salt is not None and len(salt) > self._config.max_salt:
+            raise ApiError(
+                400, f"cache_salt has {len(salt)} characters, the limit is "
+                f"{self._config.max_salt}", param="cache_salt",
+            )  # fmt: skip
+        if body.stream_options is not None and not body.stream:
+            raise ApiError(400, "stream_options needs stream to be true", param="stream_options")
+        try:
+            params = body.sampling(
+                self._config.sampling, max_tokens=min(max_tokens, room), logprobs=logprobs
+            )
+            params.check_model(engine.limits.vocab_size)
+            return params
+        except RequestError as error:
+            chat = isinstance(body, ChatCompletionRequest)
+            raise from_request_error(error, _FIELDS, chat=chat) from None
+
+    def _decode(self, ids: list[int]) -> str:
+        detokenizer = self._bridge.engine.detokenizer
+        return "" if detokenizer is None else detokenizer.decode(ids, False)
+
+    async def _respond(
+        self, body: SamplingFields, request: Request, prompts: list[list[int]],
+        params: SamplingParams, shape: Shape,
+    ) -> Response:  # fmt: skip
+        call = self._bridge.submit(
+            prompts, params, salt=body.cache_salt, priority=body.priority or 0,
+            streaming=bool(body.stream),
+        )  # fmt: skip
+        if not body.stream:
+            return await self._whole(request, call, shape)
+        with_usage = body.stream_options is not None and body.stream_options.include_usage
+        first = await self._first(request, call)
+        if first is None:
+            return Response(status_code=CLIENT_GONE)
+        return StreamingResponse(
+            self._events(request, call, shape, first, with_usage),
+            media_type="text/event-stream", headers={"Cache-Control": "no-cache"},
+        )  # fmt: skip
+
+    async def _whole(self, request: Request, call: Call, shape: Shape) -> Response:
+        async with self._watched(request, call):
+            while not call.finished and not call.gone:
+                await self._changes(call)
+        if call.gone:
+            return Response(status_code=CLIENT_GONE)
+        return JSONResponse(shape.whole([u for u in call.latest if u is not None]))
+
+    async def _first(self, request: Request, call: Call) -> list[tuple[int, Update]] | None:
+        """The first change of a stream, so that a refusal still has a status of its own."""
+        async with self._watched(request, call, done=False):
+            changes = await self._changes(call)
+        return None if call.gone else changes
+
+    async def _changes(self, call: Call) -> list[tuple[int, Update]]:
+        try:
+            return await call.changes()
+        except RequestError as error:
+            raise from_request_error(error, _FIELDS) from None
+
+    @asynccontextmanager
+    async def _watched(
+        self, request: Request, call: Call, done: bool = True
+    ) -> AsyncIterator[None]:
+        """Notice a client that hangs up; abort what is unfinished at the end (if ``done``)."""
+        watcher = asyncio.create_task(_wait_for_hang_up(request, call))
+        finished = False
+        try:
+            yield
+            finished = True
+        finally:
+            watcher.cancel()
+            if done or not finished or call.gone:
+                self._bridge.cancel(call)
+
+    async def _events(
+        self, request: Request, call: Call, shape: Shape, changes: list[tuple[int, Update]],
+        with_usage: bool,
+    ) -> AsyncIterator[bytes]:  # fmt: skip
+        async with self._watched(request, call):
+            while not call.gone:
+                lines = [c for place, update in changes for c in shape.chunks(place, update)]
+                if lines:
+                    yield b"".join(map(_event, lines))
+                if call.finished:
+                    break
+                try:
+                    changes = await self._changes(call)
+                except ApiError as error:  # the head is sent: all that is left is to say so
+                    yield _event(error_body(error))
+                    return
+            if with_usage:
+                yield _event(shape.usage_chunk([u for u in call.latest if u is not None]))
+            yield b"data: [DONE]\n\n"
+
+
+def _event(data: dict[str, Any]) -> bytes:
+    return b"data: " + json.dumps(data, ensure_ascii=False).encode() + b"\n\n"
+
+
+async def _wait_for_hang_up(request: Request, call: Call) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        continue
+    call.hang_up()
