@@ -26,9 +26,12 @@ from blocktable.sched.config import SchedulerConfig
 from blocktable.sched.scheduler import Scheduler
 
 
-def build_engine(loaded: LoadedModel, options: EngineOptions) -> Engine:
+def build_engine(
+    loaded: LoadedModel, options: EngineOptions, *, probed: ProbeResult | None = None
+) -> Engine:
     """Probe the model, size the pool, and wire manager, scheduler, runner and sampler.
 
+    ``probed`` is what the probe found for this very model object earlier, if it was probed.
     Raises UnsupportedModel or ConfigError; nothing but the model's memory is held then.
     """
     model = loaded.model
@@ -37,15 +40,21 @@ def build_engine(loaded: LoadedModel, options: EngineOptions) -> Engine:
         from blocktable.engine.linear import accelerate_linears
 
         accelerate_linears(model)
-    probed = probe_model(model, paged_attention, write_kv)
+    if probed is None:
+        probed = probe_model(model, paged_attention, write_kv)
     layout = plan_layout(probed, options.block_size, model.dtype)
     text_config = model.config.get_text_config()
     model_len = _model_limit(text_config, options)
-    num_blocks = choose_num_blocks(
-        layout, num_blocks=options.num_blocks, memory_bytes=options.memory_bytes,
-        available=available_memory(device), share=options.memory_share,
-        max_useful_tokens=model_len * options.max_num_seqs,
-    )  # fmt: skip
+    if options.on_gpu and options.num_blocks is None and options.memory_bytes is None:
+        from blocktable.engine.gpu.sizing import measured_num_blocks
+
+        num_blocks = measured_num_blocks(model, probed, layout, options, model_len)
+    else:
+        num_blocks = choose_num_blocks(
+            layout, num_blocks=options.num_blocks, memory_bytes=options.memory_bytes,
+            available=available_memory(device), share=options.memory_share,
+            max_useful_tokens=model_len * options.max_num_seqs,
+        )  # fmt: skip
     max_model_len = _fit_model_len(layout, options, model_len, num_blocks)
     config = layout.config(num_blocks)
     batched = _token_budget(options, max_model_len)
@@ -56,10 +65,7 @@ def build_engine(loaded: LoadedModel, options: EngineOptions) -> Engine:
         seed=options.seed, host_blocks=options.num_host_blocks,
     )  # fmt: skip
     scheduler = Scheduler(_scheduler_config(options, batched, probed), manager)
-    runner = ModelRunner(
-        model, probed, layout, config, manager, attend=paged_attention, write=write_kv,
-        num_host_blocks=options.num_host_blocks,
-    )  # fmt: skip
+    runner = _runner(options, batched, model, probed, layout, config, manager)
     eos = eos_token_ids(model, loaded.tokenizer)
     vocab_size = text_config.vocab_size
     grammars = GrammarRows(loaded.tokenizer, vocab_size, eos) if loaded.tokenizer else None
@@ -69,6 +75,21 @@ def build_engine(loaded: LoadedModel, options: EngineOptions) -> Engine:
     )  # fmt: skip
     limits = ModelLimits(vocab_size, max_model_len, eos)
     return Engine(runner, scheduler, sampler, limits, tokenizer=loaded.tokenizer, layout=layout)
+
+
+def _runner(options: EngineOptions, batched: int, *parts: Any) -> ModelRunner:
+    """The runner for the device; ``parts`` are ModelRunner's positional arguments."""
+    backend = {
+        "attend": paged_attention, "write": write_kv, "num_host_blocks": options.num_host_blocks,
+    }  # fmt: skip
+    if not options.on_gpu:
+        return ModelRunner(*parts, **backend)
+    from blocktable.engine.gpu.runner import GraphRunner
+
+    return GraphRunner(
+        *parts, max_num_seqs=options.max_num_seqs, max_num_batched_tokens=batched,
+        compile=options.compile is not False, use_graphs=options.cuda_graphs, **backend,
+    )  # fmt: skip
 
 
 def _accelerates(loaded: LoadedModel, options: EngineOptions) -> bool:
@@ -120,8 +141,8 @@ def _scheduler_config(
     return SchedulerConfig(
         max_num_seqs=options.max_num_seqs, max_num_batched_tokens=batched,
         policy=options.policy, chunked_prefill=options.enable_chunked_prefill,
-        preemption=options.preemption, num_host_blocks=options.num_host_blocks if swap else 0,
-        max_steps_in_flight=2 if options.async_steps else 1,
+        preemption=options.preemption,
+        max_steps_in_flight=options.steps_in_flight,
     )  # fmt: skip
 
 

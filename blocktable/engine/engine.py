@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -48,6 +48,8 @@ class Launched(NamedTuple):
 
     output: SchedulerOutput
     sampled: SamplerOutput | None
+    tokens: Callable[[], np.ndarray] | None = None
+    """Waits for the sampled tokens and returns them, int64 [m]."""
 
 
 class Engine:
@@ -180,10 +182,11 @@ class Engine:
         self._place_rows(output)
         try:
             logits = self.runner.execute(output)
-            sampled = None
+            sampled = tokens = None
             if logits is not None:
                 positions = output.seq_lens[output.sample_index].astype(np.int64)
                 sampled = self.sampler.sample(logits, output.sample_rows, positions)
+                tokens = self.runner.download(sampled.token_ids)
                 if self._depth > 1:
                     self.runner.remember(output.sample_rows, sampled.token_ids)
         except BaseException:
@@ -191,7 +194,7 @@ class Engine:
                 self.scheduler.cancel(launched.output)
             self._launched.clear()
             raise
-        self._launched.append(Launched(output, sampled))
+        self._launched.append(Launched(output, sampled, tokens))
 
     def _place_rows(self, output: SchedulerOutput) -> None:
         """Tell the sampler who is in which row."""
@@ -216,11 +219,9 @@ class Engine:
     def _collect(self, launched: Launched) -> list[RequestOutput]:
         """Wait for a step's tokens and hand them out."""
         sampled, logprobs = launched.sampled, None
-        tokens = _NO_TOKENS
-        if sampled is not None:
-            tokens = sampled.token_ids.cpu().numpy()
-            if sampled.logprobs is not None:
-                logprobs = logprobs_by_line(sampled.logprobs, tokens, self.detokenizer)
+        tokens = _NO_TOKENS if launched.tokens is None else launched.tokens()
+        if sampled is not None and sampled.logprobs is not None:
+            logprobs = logprobs_by_line(sampled.logprobs, tokens, self.detokenizer)
         result = self.scheduler.update(launched.output, tokens)
         return self._hand_out(result, logprobs)
 

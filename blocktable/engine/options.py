@@ -33,7 +33,12 @@ class EngineOptions:
         seed: fixes draws of requests that bring no seed, and the prefix keys.
         accelerate: swap linear layers for faster ones that round alike; None does so for models
             loaded here, not for a model object that the caller may be using elsewhere.
-        async_steps: schedule a step while the one before it is still on the device.
+        async_steps: schedule a step while the one before it is still on the device; None does so
+            on a GPU.
+        compile: compile the decoder blocks with torch.compile; None does so on a GPU.
+        cuda_graphs: replay decode steps as CUDA graphs (GPU only).
+        gpu_memory_utilization: share of a GPU's whole memory that weights, activations and the
+            pool may take together, where neither ``num_blocks`` nor ``memory_bytes`` is given.
     """
 
     dtype: str = "auto"
@@ -52,7 +57,10 @@ class EngineOptions:
     policy: Literal["fcfs", "priority"] = "fcfs"
     seed: int | None = None
     accelerate: bool | None = None
-    async_steps: bool = False
+    async_steps: bool | None = None
+    compile: bool | None = None
+    cuda_graphs: bool = True
+    gpu_memory_utilization: float = 0.9
 
     def __post_init__(self) -> None:
         for name in ("block_size", "max_num_seqs", "max_num_batched_tokens"):
@@ -62,8 +70,23 @@ class EngineOptions:
                 _positive(name, getattr(self, name))
         if not 0.0 < self.memory_share <= 1.0:
             raise ConfigError(f"memory_share must be in (0, 1], got {self.memory_share!r}")
+        if not 0.0 < self.gpu_memory_utilization <= 1.0:
+            raise ConfigError(
+                f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization!r}"
+            )
         if not (self.device == "cpu" or self.device.split(":")[0] == "cuda"):
             raise ConfigError(f"device must be cpu or cuda, got {self.device!r}")
+
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the model runs on a GPU."""
+        return self.device != "cpu"
+
+    @property
+    def steps_in_flight(self) -> int:
+        """Steps that may be launched before the first of them is collected."""
+        return 2 if (self.on_gpu if self.async_steps is None else self.async_steps) else 1
 
 
 def _positive(name: str, value: Any) -> None:

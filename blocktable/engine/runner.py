@@ -113,6 +113,11 @@ class ModelRunner:
         """Keep the sampled tokens on the device, for a step scheduled before they are known."""
         self._last_tokens[torch.from_numpy(rows.astype(np.int64)).to(self.device)] = token_ids
 
+    def download(self, token_ids: torch.Tensor) -> Callable[[], np.ndarray]:
+        """Start bringing sampled tokens to the host; the returned function waits for them alone,
+        not for what was queued behind them."""
+        return token_ids.cpu().numpy
+
     def _forward(self, output: SchedulerOutput, inputs: StepInputs) -> torch.Tensor | None:
         groups = self._groups(output, inputs)
         step = PagedStep(self.memory.caches, groups, self._attend, self._write)

@@ -1,0 +1,225 @@
+"""Running steps on a GPU.
+
+A step in which every request decodes one token is replayed as a CUDA graph: its inputs are copied
+into buffers that never move, the table's changes are uploaded, the attention plan is loaded, and
+one launch runs the whole model. Other steps launch their kernels one by one, with the same layers::
+
+    stage (1 copy) -> commit tables (1 kernel) -> load plans (1 copy a group) -> replay
+
+The host never waits for the device here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from blocktable.core.specs import AttentionSpec
+from blocktable.device.block_table import MultiGroupBlockTable
+from blocktable.device.graphs import GraphPool, StaticInputs, StepInputs, capture_sizes, padded_size
+from blocktable.engine.attention_glue import AttentionSwitch, GroupStep, PagedStep
+from blocktable.engine.gpu.op import (
+    COMPILED_NAME,
+    RunningStep,
+    compile_blocks,
+    give_handles,
+    register_compiled_attention,
+    running,
+)
+from blocktable.engine.gpu.plans import GroupPlanner, group_shapes
+from blocktable.engine.runner import ModelRunner
+from blocktable.sched.output import SchedulerOutput
+
+PENDING = -1
+"""Input id of a token that the step before samples: taken from the device when the step runs."""
+
+
+class GraphRunner(ModelRunner):
+    """A ModelRunner whose decode steps are CUDA graphs. Same arguments, and:
+
+    max_num_seqs, max_num_batched_tokens: sizes of the fixed buffers.
+    compile: compile the decoder blocks (``op.compile_blocks``).
+    use_graphs: off for measuring what graphs give.
+    """
+
+    def __init__(
+        self, *args: Any, max_num_seqs: int, max_num_batched_tokens: int, compile: bool = True,
+        use_graphs: bool = True, **kwargs: Any,
+    ) -> None:  # fmt: skip
+        super().__init__(*args, **kwargs)
+        model, probed, _, config, manager = args[:5]
+        specs = [group.kv_cache_spec for group in config.kv_cache_groups]
+        self._attention_groups = [
+            g for g, spec in enumerate(specs) if isinstance(spec, AttentionSpec)
+        ]
+        hosts = [manager.tables[g] for g in self._attention_groups]
+        self.tables = MultiGroupBlockTable.over(
+            hosts, max(max_num_batched_tokens, max_num_seqs), self.device,
+            [specs[g].block_size for g in self._attention_groups],
+        )  # fmt: skip
+        self._inputs = StaticInputs(max_num_seqs, max_num_batched_tokens, self.device)
+        shapes = group_shapes(
+            probed.layers, self.memory.caches, len(hosts), model.dtype, self.device
+        )
+        self._planners = [
+            None if shape is None else GroupPlanner(shape, host, self.device, max_num_seqs)
+            for shape, host in zip(shapes, hosts, strict=True)
+        ]
+        sizes = capture_sizes(max_num_seqs, step=16)
+        self._graphs = {shares: GraphPool(sizes, self.device) for shares in (False, True)}
+        self._use_graphs = (
+            use_graphs
+            and self.device.type == "cuda"
+            and not probed.mixers.modules
+            and all(planner is not None for planner in self._planners)
+        )
+        self._modules: dict[int, torch.nn.Module] = {}
+        if compile and not probed.mixers.modules:
+            register_compiled_attention()
+            self._modules = give_handles(probed.layers, self.device)
+            compile_blocks(model, probed.layers)
+            self._switch = AttentionSwitch(model, COMPILED_NAME)
+        self._staged: StepInputs | None = None
+
+    @property
+    def capture_sizes(self) -> tuple[int, ...]:
+        """Batch sizes that have a graph, or will when they are first needed."""
+        return self._graphs[False].sizes
+
+    def remember(self, rows: NDArray[np.int32], token_ids: torch.Tensor) -> None:
+        """Keep the sampled tokens on the device, for a step scheduled before they are known."""
+        self._last_tokens.index_copy_(0, self._to_device(rows.astype(np.int64)), token_ids)
+
+    def download(self, token_ids: torch.Tensor) -> Callable[[], np.ndarray]:
+        """Copy sampled tokens to pinned memory behind what is queued; wait for that copy alone."""
+        if self.device.type != "cuda":
+            return super().download(token_ids)
+        host = torch.empty(token_ids.shape, dtype=token_ids.dtype, pin_memory=True)
+        host.copy_(token_ids, non_blocking=True)
+        copied = torch.cuda.Event()
+        copied.record()
+
+        def wait() -> np.ndarray:
+            copied.synchronize()
+            return host.numpy()
+
+        return wait
+
+    # -- one step ---------------------------------------------------------------------------------
+
+    def _forward(self, output: SchedulerOutput, inputs: Any) -> torch.Tensor | None:
+        decodes = output.num_total == len(output.rows) == len(output.sample_rows)
+        ordered = decodes and np.array_equal(output.sample_rows, output.rows)
+        size = padded_size(len(output.rows), self.capture_sizes)
+        if self._use_graphs and ordered and size is not None:
+            logits = self._replay(output, inputs, size)
+            if logits is not None:
+                return logits
+        return self._launch(output, inputs)
+
+    def _stage(
+        self, output: SchedulerOutput, inputs: Any, *, requests: int, tokens: int
+    ) -> StepInputs:
+        """Inputs and table changes on their way to the device."""
+        ids = inputs.input_ids
+        if output.pending is not None:
+            ids = ids.copy()
+            ids[inputs.query_start_loc[1:][output.pending] - 1] = PENDING
+        staged = self._inputs.stage(
+            output.rows, output.num_scheduled, inputs.seq_lens, ids,
+            num_reqs_padded=requests, num_tokens_padded=tokens,
+        )  # fmt: skip
+        self.tables.commit_block_table(len(output.rows))
+        return staged
+
+    def _replay(self, output: SchedulerOutput, inputs: Any, size: int) -> torch.Tensor | None:
+        """The step as a graph of ``size`` requests; None if a plan does not fit its buffers."""
+        count = len(output.rows)
+        starts = np.arange(size + 1, dtype=np.int32)
+        starts[count:] = count
+        lens = np.zeros(size, np.int32)
+        lens[:count] = inputs.seq_lens
+        planners = [planner for planner in self._planners if planner is not None]
+        plans = [p.host_plan(output.rows, starts, lens, num_tokens=size) for p in planners]
+        shares = any(plan.shares for plan in plans)
+        buffers = [p.buffers(size, shares) for p in planners]
+        if not all(b.fits(plan) for b, plan in zip(buffers, plans, strict=True)):
+            return None
+        staged = self._stage(output, inputs, requests=size, tokens=size)
+        for held, plan in zip(buffers, plans, strict=True):
+            held.load(plan)
+        step_plans = [held.plan for held in buffers]
+
+        def run(padded: int) -> torch.Tensor:
+            return self._model_pass(staged, step_plans, padded, 0)
+
+        return self._graphs[shares].run(size, run)[:count]
+
+    def _launch(self, output: SchedulerOutput, inputs: Any) -> torch.Tensor | None:
+        """The step kernel by kernel."""
+        staged = self._stage(output, inputs, requests=len(output.rows), tokens=output.num_total)
+        plans = [
+            None
+            if planner is None
+            else planner.upload(
+                planner.host_plan(output.rows, inputs.query_start_loc, inputs.seq_lens)
+            )
+            for planner in self._planners
+        ]
+        sampling = len(inputs.logits_at) > 0
+        keep = inputs.logits_at if sampling else np.zeros(1, np.int64)
+        keep_at = self._to_device(keep)
+        logits = self._model_pass(staged, plans, len(output.rows), keep_at)
+        return logits if sampling else None
+
+    def _model_pass(
+        self, staged: StepInputs, plans: list[Any], num_requests: int, keep: Any
+    ) -> torch.Tensor:
+        """Slots, then the model: everything a graph captures. Returns logits [m, V]."""
+        tokens = staged.input_ids.shape[0]
+        ids = staged.input_ids.to(torch.int64)
+        if num_requests == tokens:
+            last = self._last_tokens[staged.rows.clamp(min=0).to(torch.int64)]
+        else:
+            owner = torch.searchsorted(
+                staged.query_start_loc[1:].contiguous(),
+                torch.arange(tokens, dtype=torch.int32, device=self.device), right=True,
+            ).clamp(max=num_requests - 1)  # fmt: skip
+            last = self._last_tokens[staged.rows.clamp(min=0).to(torch.int64)[owner]]
+        ids = torch.where(ids == PENDING, last, ids)
+        self.tables.compute_slot_mapping(
+            num_requests, staged.query_start_loc, staged.positions, staged.rows
+        )
+        groups = [
+            GroupStep(
+                self.tables.device_tables.tables[g], self.tables[g].slot_mapping[:tokens],
+                staged.query_start_loc, staged.seq_lens, plan,
+            )
+            for g, plan in enumerate(plans)
+        ]  # fmt: skip
+        step = PagedStep(self.memory.caches, groups, self._attend, self._write)
+        self._mixers.active = bool(self._mixers.modules)
+        try:
+            with self._switch, running(RunningStep(step, self._modules)):
+                return self.model(
+                    input_ids=ids[None], position_ids=staged.positions[None], use_cache=False,
+                    logits_to_keep=keep, **({} if self._modules else {"blocktable": step}),
+                ).logits[0]  # fmt: skip
+        finally:
+            self._mixers.active = False
+
+    def _to_device(self, array: np.ndarray) -> torch.Tensor:
+        tensor = torch.from_numpy(np.ascontiguousarray(array))
+        if self.device.type != "cuda":
+            return tensor
+        return tensor.pin_memory().to(self.device, non_blocking=True)
+
+    # -- before traffic ---------------------------------------------------------------------------
+
+    def captured(self) -> dict[bool, list[int]]:
+        """Batch sizes captured so far, without and with shared prefixes."""
+        return {shares: sorted(pool.captured) for shares, pool in self._graphs.items()}
