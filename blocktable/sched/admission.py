@@ -65,11 +65,13 @@ def admit_waiting(state: SchedulerState, budget: int) -> tuple[Admitted, Blocked
 
 
 def _has_rows(state: SchedulerState, request: Request) -> bool:
-    """A free row for it, and for the children it will fork into (which rows are left for those
-    of requests that have not forked yet)."""
-    owed = sum(state.requests[row].n - 1 for row in state.forking)
-    own = request.n if not request.forked else 1
-    return len(state.free_rows) - owed >= own
+    """A free row for it, and for the children it will fork into."""
+    return rows_to_spare(state) >= (request.n if not request.forked else 1)
+
+
+def rows_to_spare(state: SchedulerState) -> int:
+    """Free rows that no running request needs for children still to come."""
+    return len(state.free_rows) - sum(state.requests[row].n - 1 for row in state.forking)
 
 
 def _admit(state: SchedulerState, request: Request, budget: int) -> int | Blocked | None:

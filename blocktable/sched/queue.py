@@ -43,14 +43,14 @@ class WaitingQueue:
         """Return a preempted request: in front (FCFS), or where its order says."""
         self._put(request, front=True)
 
-    def _order(self, request: Request) -> tuple[float, ...]:
+    def _order(self, request: Request) -> tuple[float, float, float]:
         """Smaller goes first. With a head start, a class of priority weighs as much as that many
         seconds of waiting, so that everyone's turn comes."""
         if not self._sorted:
-            return (self._arrivals,)
+            return (0.0, 0.0, self._arrivals)
         if self._head_start > 0:
             due = request.arrival + request.priority * self._head_start
-            return (due, self._arrivals)
+            return (due, 0.0, self._arrivals)
         return (request.priority, request.arrival, self._arrivals)
 
     def _put(self, request: Request, front: bool) -> None:
@@ -108,5 +108,6 @@ def _alive(request: Request) -> bool:
     return request.status != RequestStatus.FINISHED
 
 
-def _backwards(request: Request) -> tuple[float, ...]:
-    return tuple(-part for part in request.order)
+def _backwards(request: Request) -> tuple[float, float, float]:
+    first, second, third = request.order
+    return (-first, -second, -third)

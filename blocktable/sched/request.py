@@ -84,7 +84,7 @@ class Request:
     tokens: TokenIds = field(init=False, repr=False)
     """int32 [prompt + generated so far], while the request holds no row and once it has ended."""
     sequence: TokenSequence | None = field(default=None, init=False, repr=False)
-    order: tuple[float, ...] = field(default=(), init=False, repr=False)
+    order: tuple[float, float, float] = field(default=(0.0, 0.0, 0.0), init=False, repr=False)
     """Its place in line: smaller goes first."""
     passed_over: int = field(default=0, init=False, repr=False)
     """Steps in which others were admitted past it."""

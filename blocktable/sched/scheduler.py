@@ -21,6 +21,7 @@ from blocktable.sched.admission import (
     enter_fork,
     forget_host_copy,
     make_child,
+    rows_to_spare,
 )
 from blocktable.sched.capacity import longest_request
 from blocktable.sched.config import SchedulerConfig
@@ -209,10 +210,10 @@ class Scheduler:
         taken = [child for child in child_ids if child in state.by_id]
         if taken or len(set(child_ids)) < len(child_ids):
             raise RequestError(f"fork of {request_id!r}: child ids {taken or child_ids} are in use")
-        if len(child_ids) > len(state.free_rows):
+        if len(child_ids) > rows_to_spare(state):
             raise RequestError(
                 f"fork of {request_id!r} needs {len(child_ids)} rows, "
-                f"{len(state.free_rows)} are free"
+                f"{rows_to_spare(state)} are free"
             )
         state.ever_forked = True
         children: list[Request] = []

@@ -148,6 +148,8 @@ class SchedulerState:
         self.free_rows.extend(gone)
         self.released.extend(gone)
         self.forking.difference_update(gone)
+        if self.forked:  # children that end before the device heard of them
+            self.forked = [fork for fork in self.forked if fork.row not in gone]
         for step in self.in_flight:
             step.stale.extend(gone)
 

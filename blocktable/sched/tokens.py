@@ -30,11 +30,10 @@ def take_one_each(state: SchedulerState, rows: RowIds, tokens: TokenIds, ones: C
     """Append one token to each row. A fixed number of array calls, fewest while steady."""
     manager = state.manager
     manager.append_tokens(rows, tokens)
-    whole = state.steady and rows is state.order
-    if whole:
-        state.left -= 1
-        if state.left > 0 and not (state.steady_stops and _any_stop(state, rows, tokens)):
-            return Taken(ones, tokens, _NO_ROWS, _NO_FLAGS)
+    state.left -= 1  # every row gains one at most, so this stays a lower bound
+    safe = state.steady and rows is state.order and state.left > 0
+    if safe and not (state.steady_stops and _any_stop(state, rows, tokens)):
+        return Taken(ones, tokens, _NO_ROWS, _NO_FLAGS)
     known = manager.num_tokens[rows]
     stop = (state.stops[rows] == tokens[:, None]).any(axis=1) & (known >= state.floor[rows])
     done = stop | (known >= state.limit[rows])
