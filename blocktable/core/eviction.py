@@ -11,6 +11,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from blocktable.core.errors import BlockStateError
 from blocktable.core.types import BlockIds
 
 
@@ -92,6 +93,8 @@ class LRUQueue:
         missing = count
         while missing:
             head, tail = int(self.state[HEAD]), int(self.state[TAIL])
+            if head == tail:
+                raise BlockStateError(f"{missing} blocks more were to be evicted than are queued")
             span = min(tail - head, missing + (missing >> 1) + 8)
             found, at = self._live(head, head + span)
             if len(found) >= missing:

@@ -15,7 +15,7 @@
 Everything is an array over block ids, in pages the system hands out when they are first touched:
 building a pool of four million blocks costs no more than asking for address space. Blocks never
 used are kept as one number (all ids from ``fresh`` on); returned ones lie on a stack whose top is
-re-sorted now and then, so that ids come out in ascending runs.
+sorted when many are taken at a time, so that a prompt's ids come out in ascending runs.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from blocktable.core.types import NULL_BLOCK, BlockIds, StepId
 FREE, OWNED, FENCED, EVICTABLE = 0, 1, 2, 3
 STATE_NAMES = ("free", "owned", "fenced", "evictable")
 TOP, FRESH, USED, FENCED_COUNT, PUSHED = range(5)
-SORT_WINDOW = 8192  # ids at the top of the free stack sorted at a time (about 40 us)
+SORT_FROM = 32  # taking fewer blocks than this at a time never sorts the free stack
 _NO_BLOCKS = np.zeros(0, np.int32)
 
 
@@ -150,6 +150,8 @@ class BlockPool:
 
     def _take_unkeyed(self, count: int) -> BlockIds:
         top, fresh = int(self.scalars[TOP]), int(self.scalars[FRESH])
+        if count >= SORT_FROM and self.scalars[PUSHED] >= SORT_FROM:
+            self._sort_top(count)
         old = min(top, count)
         new = min(count - old, self.num_blocks - fresh)
         if old:
@@ -164,6 +166,13 @@ class BlockPool:
         self.scalars[FRESH] = fresh + new
         unused = np.arange(fresh, fresh + new, dtype=np.int32)
         return unused if old == 0 else np.concatenate([blocks, unused])
+
+    def _sort_top(self, count: int) -> None:
+        """Put the top of the stack in order, in proportion to what was pushed and is taken."""
+        top = int(self.scalars[TOP])
+        window = self.stack[max(0, top - 2 * (int(self.scalars[PUSHED]) + count)) : top]
+        window[::-1].sort()  # descending upwards: the smallest id is handed out first
+        self.scalars[PUSHED] = 0
 
     def _evict(self, count: int) -> BlockIds:
         victims = self.eviction.pop(count)
@@ -285,12 +294,7 @@ class BlockPool:
         top, count = int(self.scalars[TOP]), len(blocks)
         self.stack[top : top + count] = blocks
         self.scalars[TOP] = top = top + count
-        pushed = int(self.scalars[PUSHED]) + count
-        if pushed >= min(top, SORT_WINDOW) // 2 and pushed > 64:
-            window = self.stack[max(0, top - SORT_WINDOW) : top]
-            window[::-1].sort()  # descending upwards: the smallest id is handed out first
-            pushed = 0
-        self.scalars[PUSHED] = pushed
+        self.scalars[PUSHED] += count
 
     # -- keys -----------------------------------------------------------------------------------
 

@@ -260,7 +260,8 @@ class HostTable:
 
     def swap(self, a: int, b: int) -> None:
         """Exchange two rows, counts and all."""
-        self.move_rows(np.array([a, b]), np.array([b, a]))
+        pair = np.array([a]) if a == b else np.array([a, b])
+        self.move_rows(pair, pair[::-1])
 
     # -- upload ---------------------------------------------------------------------------------
 

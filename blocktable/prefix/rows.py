@@ -69,7 +69,7 @@ class RowKeys:
         if len(rows) == 1:
             row, first = int(rows[0]), int(start[0]) * self.block_size
             hasher = self.hashers[row]
-            hasher.update(self.tokens[row, first : first + self.block_size].data)
+            hasher.update(self.tokens[row, first : first + self.block_size].tobytes())
             joined = hasher.digest()
         else:
             chunks = self.tokens[rows[:, None], start[:, None] * self.block_size + self._within]
