@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -25,7 +25,7 @@ from blocktable.engine.params import SamplingParams, check_prompt_ids
 from blocktable.engine.sampling import Sampler, SamplerOutput
 from blocktable.engine.tracking import Completion, Tracked, logprobs_by_line
 from blocktable.sched.output import SchedulerOutput, StepResult
-from blocktable.sched.request import Request
+from blocktable.sched.request import Request, RequestStatus
 from blocktable.sched.scheduler import Scheduler
 
 if TYPE_CHECKING:
@@ -48,6 +48,8 @@ class Launched(NamedTuple):
 
     output: SchedulerOutput
     sampled: SamplerOutput | None
+    requests: np.ndarray | None = None
+    """[m] who draws, with several steps in flight: a row may have changed hands when it ends."""
     tokens: Callable[[], np.ndarray] | None = None
     """Waits for the sampled tokens and returns them, int64 [m]."""
 
@@ -165,16 +167,20 @@ class Engine:
 
     def step(self) -> list[RequestOutput]:
         """Run one step; returns the requests that gained tokens (streaming ones) or ended."""
-        while len(self._launched) < self._depth and self.scheduler.has_work:
-            before = len(self._launched)
+        while len(self._launched) < self._depth and self._may_launch():
             self._launch()
-            if len(self._launched) == before:
-                break
         outputs = [tracked.to_output() for tracked in self._aborted]
         self._aborted.clear()
         if self._launched:
             outputs += self._collect(self._launched.popleft())
         return outputs
+
+    def _may_launch(self) -> bool:
+        """Something is left to schedule. Behind an empty step nothing is: it waits for blocks that
+        come back when a step in flight has been collected."""
+        if self._launched and (not self._tracked or self._launched[-1].output.is_empty):
+            return False
+        return self.scheduler.has_work
 
     def _launch(self) -> None:
         """Schedule a step and queue its device work. An exception takes the step back."""
@@ -194,7 +200,8 @@ class Engine:
                 self.scheduler.cancel(launched.output)
             self._launched.clear()
             raise
-        self._launched.append(Launched(output, sampled, tokens))
+        who = self.scheduler.requests[output.sample_rows] if self._depth > 1 else None
+        self._launched.append(Launched(output, sampled, who, tokens))
 
     def _place_rows(self, output: SchedulerOutput) -> None:
         """Tell the sampler who is in which row."""
@@ -223,22 +230,33 @@ class Engine:
         if sampled is not None and sampled.logprobs is not None:
             logprobs = logprobs_by_line(sampled.logprobs, tokens, self.detokenizer)
         result = self.scheduler.update(launched.output, tokens)
-        return self._hand_out(result, logprobs)
+        late = () if launched.requests is None else _late(launched.requests, result)
+        return self._hand_out(result, logprobs, late)
 
     def _hand_out(
-        self, result: StepResult, logprobs: dict[int, TokenLogprobs] | None
+        self,
+        result: StepResult,
+        logprobs: dict[int, TokenLogprobs] | None,
+        late: Iterable[tuple[int, Request]],
     ) -> list[RequestOutput]:
+        """Give a step's tokens to their completions and report what changed."""
         touched: dict[str, Tracked] = {}
         stopped: list[str] = []
         token_ids, start = result.token_ids.tolist(), 0
-        lines = result.index.tolist() if logprobs is not None else ()
-        counts = result.counts.tolist()
-        for j, request in enumerate(result.requests.tolist()):
-            new, start = token_ids[start : start + counts[j]], start + counts[j]
+        gains: list[tuple[int, Request, list[int]]] = []
+        columns = (result.index.tolist(), result.requests.tolist(), result.counts.tolist())
+        for line, request, count in zip(*columns, strict=True):
+            gains.append((line, request, token_ids[start : start + count]))
+            start += count
+        for line, request in late:
+            grown = request.params.start(request.index, self.detokenizer, request)
+            known = len(grown.output.token_ids)
+            gains.append((line, request, request.output_token_ids[known:].tolist()))
+        for line, request, new in gains:
             tracked: Tracked = request.params
             completion = tracked.start(request.index, self.detokenizer, request)
-            if logprobs is not None and lines[j] in logprobs:
-                _add_logprobs(completion, logprobs[lines[j]])
+            if logprobs is not None and line in logprobs:
+                _add_logprobs(completion, logprobs[line])
             if self._grow(tracked, completion, request, new):
                 stopped.append(request.request_id)
             if tracked.streaming or completion.output.finish_reason is not None:
@@ -307,6 +325,17 @@ class Engine:
             if done or tracked.streaming:
                 outputs.append(tracked.to_output())
         return outputs
+
+
+def _late(requests: np.ndarray, result: StepResult) -> Iterator[tuple[int, Request]]:
+    """Lines whose request was preempted after the step was launched, and took its token all the
+    same: the scheduler has put it behind the request's own tokens."""
+    if len(result.index) == len(requests):
+        return
+    for line in np.setdiff1d(np.arange(len(requests)), result.index).tolist():
+        request: Request = requests[line]
+        if request.row < 0 and request.status == RequestStatus.PREEMPTED:
+            yield line, request
 
 
 def _add_logprobs(completion: Completion, logprobs: TokenLogprobs) -> None:

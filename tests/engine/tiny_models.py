@@ -16,11 +16,13 @@ _BASE: dict[str, Any] = {
 }  # fmt: skip
 _MOE: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}
 _QWEN_MOE: dict[str, Any] = {
-    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "decoder_sparse_step": 1,
+    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+    "decoder_sparse_step": 1,
 }  # fmt: skip
 _WINDOW: dict[str, Any] = {"sliding_window": 8}
 _MIXED = ["sliding_attention", "full_attention"]
-_MAMBA2: dict[str, Any] = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_expand": 2,
+_MAMBA2: dict[str, Any] = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8,
+    "mamba_expand": 2,
     "mamba_n_groups": 1, "mamba_d_conv": 4, "mamba_chunk_size": 8}  # fmt: skip
 
 
