@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 
 from blocktable.device.compile_cases import CompileCase
+from blocktable.device.launching import FixedLaunch
 
 TILE = 256
 """Entries of a row that a program copies."""
@@ -36,6 +37,9 @@ def gather_rows_kernel(
     tl.store(write, value, mask=column < width)
 
 
+_launch = FixedLaunch(gather_rows_kernel)
+
+
 def launch(
     source: torch.Tensor,
     target: torch.Tensor,
@@ -46,7 +50,7 @@ def launch(
 ) -> None:
     """Rows ``rows`` of every group's table to rows 0 .. len(rows) - 1 of ``target``."""
     grid = (rows.shape[0], triton.cdiv(max_width, TILE), layout.shape[0])
-    gather_rows_kernel[grid](source, target, rows, layout, num_rows, TILE=TILE)
+    _launch(grid, source.device, source, target, rows, layout, num_rows, TILE)
 
 
 COMPILE_CASES = [

@@ -115,6 +115,12 @@ class BlockTable:
         """int32 [max_num_reqs]: entries (kernel blocks) in each row. Read only."""
         return self._source.counts
 
+    @property
+    def host_rows(self) -> HostTable:
+        """The host table behind it, for bulk operations without checks of their own; RowError
+        where a manager's table is split into smaller kernel blocks."""
+        return self._own()
+
     def map_to_kernel_blocks(self, block_ids: ArrayLike) -> BlockIds:
         """Manager block ids [n] -> kernel block ids int32 [n * blocks_per_kv_block].
 

@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 
 from blocktable.device.compile_cases import CompileCase
+from blocktable.device.launching import FixedLaunch
 
 TILE = 256
 """Tokens a program maps. 256 keeps 8,192 tokens on 32 programs a group."""
@@ -85,6 +86,9 @@ def slot_mapping_kernel(
     tl.store(out, slot, mask=token < max_tokens)
 
 
+_launch = FixedLaunch(slot_mapping_kernel)
+
+
 def launch(
     arena: torch.Tensor,
     geometry: torch.Tensor,
@@ -96,12 +100,14 @@ def launch(
 ) -> None:
     """Fill ``slots`` int64 [groups, max_tokens] on the current stream: one launch, no sync."""
     groups, max_tokens = slots.shape
-    grid = (triton.cdiv(max_tokens, TILE), groups)
-    slot_mapping_kernel[grid](
+    grid = (triton.cdiv(max_tokens, TILE), groups, 1)
+    variant = (positions.device, positions.dtype, query_start_loc.dtype, rows is None)
+    _launch(
+        grid, variant,
         arena, geometry, query_start_loc, positions,
         query_start_loc if rows is None else rows, slots,
         num_reqs, positions.shape[0], max_tokens, max(0, num_reqs - 1).bit_length(),
-        HAS_ROWS=rows is not None, TILE=TILE,
+        rows is not None, TILE,
     )  # fmt: skip
 
 

@@ -52,10 +52,11 @@ class SlotMapper:
             raise ValueError(f"{len(geometries)} geometries for {len(tables.widths)} tables")
         self._tables, self.geometries = tables, tuple(geometries)
         self.max_num_batched_tokens = max_num_batched_tokens
-        self.slots = torch.full(
-            (len(geometries), max_num_batched_tokens), PAD_SLOT,
-            dtype=torch.int64, device=tables.device,
-        )  # fmt: skip
+        padded = -(-max_num_batched_tokens // 16) * 16  # every group's mapping is aligned alike
+        self._padded = torch.full(
+            (len(geometries), padded), PAD_SLOT, dtype=torch.int64, device=tables.device
+        )
+        self.slots = self._padded[:, :max_num_batched_tokens]
         self._fields = torch.tensor(
             [
                 _geometry_fields(geometry, width, base)
@@ -81,7 +82,8 @@ class SlotMapper:
 
         query_start_loc: int32 [>= num_reqs + 1]; padded requests repeat the last value.
         positions: int64 [>= tokens]. rows: int32 [>= num_reqs], the table row of each request
-        (-1 a padded one); without it request i has row i. groups: all by default.
+        (-1 a padded one); without it request i has row i. groups: a run of neighbours, all by
+        default.
 
         One kernel launch for all groups, no device sync. Raises ValueError when the arrays are
         shorter than ``num_reqs`` says, or hold more tokens than the mapping.
@@ -90,9 +92,10 @@ class SlotMapper:
         if self._tables.backend == "triton":
             from blocktable.device import slot_kernel
 
-            fields, slots = self._fields, self.slots
+            fields, slots = self._fields, self._padded
             if groups is not None:
-                fields, slots = fields[list(groups)], slots[groups[0] : groups[-1] + 1]
+                first, last = groups[0], groups[-1] + 1
+                fields, slots = fields[first:last], slots[first:last]
             slot_kernel.launch(
                 self._tables.arena, fields, query_start_loc, positions, rows, slots, num_reqs
             )

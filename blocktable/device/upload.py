@@ -121,8 +121,8 @@ class DeviceTables:
         with self._ring.next(size) as slot:
             plan.pack(slot.array.view(np.int32))
             upload_kernel.launch(
-                self.arena, slot.tensor.view(torch.int32), len(plan.cells), plan.num_chains,
-                operations, plan.max_stop,
+                self.arena, slot.tensor.view(torch.int32), len(plan.cells), len(plan.cells),
+                plan.num_chains, operations, plan.max_stop,
             )  # fmt: skip
         return CommitStats(len(plan.cells), operations, size)
 

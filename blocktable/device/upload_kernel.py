@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 
 from blocktable.device.compile_cases import CompileCase
+from blocktable.device.launching import FixedLaunch
 
 ENTRY_TILE = 128
 """Entries a program writes."""
@@ -18,13 +19,20 @@ _SAVED = tl.constexpr(3)
 
 
 @triton.jit(
-    do_not_specialize=["num_entries", "entry_programs", "num_chains", "num_operations"],
+    do_not_specialize=[
+        "num_entries",
+        "value_offset",
+        "entry_programs",
+        "num_chains",
+        "num_operations",
+    ],
     do_not_specialize_on_alignment=["plan"],
 )
 def upload_kernel(
     arena,  # int32, all groups' tables
     plan,  # int32, packed as upload_plan says
     num_entries,
+    value_offset,
     entry_programs,
     num_chains,
     num_operations,
@@ -38,7 +46,7 @@ def upload_kernel(
             entry = program * ENTRY_TILE + tl.arange(0, ENTRY_TILE)
             live = entry < num_entries
             cell = tl.load(plan + entry, mask=live, other=0)
-            value = tl.load(plan + num_entries + entry, mask=live, other=0)
+            value = tl.load(plan + value_offset + entry, mask=live, other=0)
             tl.store(arena + cell, value, mask=live)
     else:
         starts = plan + 2 * num_entries
@@ -75,20 +83,26 @@ def upload_kernel(
             tl.debug_barrier()
 
 
+_launch = FixedLaunch(upload_kernel)
+
+
 def launch(
     arena: torch.Tensor,
     plan: torch.Tensor,
     num_entries: int,
+    value_offset: int,
     num_chains: int,
     num_operations: int,
     max_stop: int,
 ) -> None:
-    """Apply a packed plan on the current stream: one launch. ``plan`` may be pinned host memory."""
-    entry_programs = triton.cdiv(num_entries, ENTRY_TILE)
-    grid = (entry_programs + num_chains, max(1, triton.cdiv(max_stop, COLUMN_TILE)))
-    upload_kernel[grid](
-        arena, plan, num_entries, entry_programs, num_chains, num_operations,
-        ENTRY_TILE=ENTRY_TILE, COLUMN_TILE=COLUMN_TILE,
+    """Apply a packed plan on the current stream: one launch. ``plan`` may be pinned host memory;
+    the values of its entries begin at ``value_offset``."""
+    entry_programs = -(-num_entries // ENTRY_TILE)
+    grid = (entry_programs + num_chains, max(1, -(-max_stop // COLUMN_TILE)), 1)
+    _launch(
+        grid, arena.device,
+        arena, plan, num_entries, value_offset, entry_programs, num_chains, num_operations,
+        ENTRY_TILE, COLUMN_TILE,
     )  # fmt: skip
 
 
@@ -96,8 +110,8 @@ COMPILE_CASES = [
     CompileCase(
         upload_kernel,
         {
-            "arena": "*i32", "plan": "*i32", "num_entries": "i32", "entry_programs": "i32",
-            "num_chains": "i32", "num_operations": "i32",
+            "arena": "*i32", "plan": "*i32", "num_entries": "i32", "value_offset": "i32",
+            "entry_programs": "i32", "num_chains": "i32", "num_operations": "i32",
         },
         {"ENTRY_TILE": ENTRY_TILE, "COLUMN_TILE": COLUMN_TILE},
     )
