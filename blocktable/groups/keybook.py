@@ -80,7 +80,9 @@ class KeyBook:
         group.keyed[rows] = upto
         group.key_due[rows] = (upto + 1) * group.block_size
         blocks = group.table.rows[owner, column]
-        real = blocks != 0
+        real = (blocks != 0) & ~self.pool.keyed[blocks]  # forks share blocks: keyed once
+        if (self.pool.ref[blocks] > 1).any():
+            real &= np.isin(np.arange(len(blocks)), np.unique(blocks, return_index=True)[1])
         if not real.all():
             owner, column, blocks = owner[real], column[real], blocks[real]
         if blocks.size == 0:

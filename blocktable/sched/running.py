@@ -77,6 +77,8 @@ def _wanted(state: SchedulerState, proposer: DraftProposer | None) -> Batch:
     drafts, tokens = None, _NONE
     if proposer is not None:
         ready = (new == 1) & (pending == 0)
+        if state.forking:  # children draw their first tokens from these rows, and no drafts
+            ready &= ~np.isin(rows, list(state.forking))
         most = np.where(
             ready, np.minimum(config.num_draft_tokens, state.limit[rows] - known - 1), 0
         )

@@ -149,7 +149,7 @@ def cancel_step(state: SchedulerState, output: SchedulerOutput) -> None:
     gone = set(step.stale)
     starts = dict(zip(output.rows.tolist(), output.num_computed.tolist(), strict=True))
     children = [entry.row for entry in output.forked]
-    for row in [*children, *reversed(starts)]:
+    for row in dict.fromkeys([*children, *reversed(starts)]):
         if row not in gone:
             start = 0 if row in restored else starts.get(row)
             state.preempt(row, allow_swap=False, really_computed=start)
