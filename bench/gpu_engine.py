@@ -1,0 +1,244 @@
+"""The whole engine on one GPU: random weights of real shapes, token ids in, nothing decoded.
+
+    python bench/gpu_engine.py --shape qwen3-0.6b --out bench/results/gpu_engine_qwen3.json
+    python bench/gpu_engine.py --shape llama3-8b --workloads mixed,decode,prefix
+
+Workloads (all with ignore_eos):
+    mixed   256 requests, prompt and output lengths uniform in 100..1024 (seed 0), temperature 0.6
+    decode  steady decode steps at batch 1, 16, 64 and 256, prompts of 1,024 tokens, 128 outputs
+    prefix  256 requests, 4,096 shared and 128 own prompt tokens, 128 outputs
+
+The peer's figures (vLLM 0.25.1 on the same kind of GPU, measured 2026-11-29: FlashAttention 3,
+torch.compile, CUDA graphs, asynchronous scheduling, prefix caching, block 16) are printed beside.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import itertools
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+STARTED = time.perf_counter()
+
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+
+from blocktable import LLM, SamplingParams  # noqa: E402
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "qwen3-0.6b": {
+        "family": "qwen3", "vocab_size": 151936, "hidden_size": 1024, "intermediate_size": 3072,
+        "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8,
+        "head_dim": 128, "tie_word_embeddings": True,
+    },
+    "llama3-8b": {
+        "family": "llama", "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336,
+        "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
+        "head_dim": 128, "tie_word_embeddings": False,
+    },
+    "tiny": {
+        "family": "llama", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "head_dim": 16, "tie_word_embeddings": True,
+    },
+}  # fmt: skip
+
+VLLM = {
+    ("qwen3-0.6b", "mixed"): {"tok_s": 17658, "tok_s_own_process": 21793},
+    ("llama3-8b", "mixed"): {"tok_s": 9438},
+    ("qwen3-0.6b", "decode"): {"step_ms": {1: 2.5, 16: 2.6, 64: 4.4, 256: 10.7}},
+    ("llama3-8b", "decode"): {"step_ms": {1: 4.96, 16: 5.6, 64: 7.7, 256: 18.1}},
+    ("llama3-8b", "prefix"): {"seconds": 5.37, "tok_s": 6097},
+}
+
+
+def build_model(shape: str, device: str, dtype: torch.dtype) -> Any:
+    """A transformers model of the shape with random weights, made on the device."""
+    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+    fields = dict(SHAPES[shape])
+    classes = {"qwen3": (Qwen3Config, Qwen3ForCausalLM), "llama": (LlamaConfig, LlamaForCausalLM)}
+    config_class, model_class = classes[fields.pop("family")]
+    config = config_class(**fields, max_position_embeddings=8192, dtype=dtype)
+    torch.manual_seed(0)
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device("meta"):
+            model = model_class(config)
+        model = model.to_empty(device=device).eval()
+    finally:
+        torch.set_default_dtype(default)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            weight.fill_(1.0) if "norm" in name else weight.normal_(0.0, 0.02)
+        model.tie_weights()
+        rotary = model.model.rotary_emb
+        inverse, _ = rotary.compute_default_rope_parameters(config, device=device)
+        rotary.inv_freq = inverse
+        rotary.original_inv_freq = inverse
+    return model
+
+
+def run_all(llm: LLM, prompts: list[list[int]], params: list[SamplingParams]) -> float:
+    """Seconds until every request is done; tokens are checked to have all arrived."""
+    began = time.perf_counter()
+    outputs = llm.generate(prompts, params)
+    seconds = time.perf_counter() - began
+    for output, wanted in zip(outputs, params, strict=True):
+        got = len(output.outputs[0].token_ids)
+        if got != wanted.max_tokens:
+            raise SystemExit(f"request {output.request_id} gave {got} of {wanted.max_tokens}")
+    return seconds
+
+
+def mixed(llm: LLM, vocab: int, scale: float) -> dict[str, Any]:
+    rng = np.random.default_rng(0)
+    inputs = rng.integers(100, 1025, 256)
+    outputs = rng.integers(100, 1025, 256)
+    sizes = [
+        (max(1, int(i * scale)), max(1, int(o * scale)))
+        for i, o in zip(inputs, outputs, strict=True)
+    ]
+    prompts = [rng.integers(0, vocab, i).tolist() for i, _ in sizes]
+    params = [SamplingParams(max_tokens=o, temperature=0.6, ignore_eos=True) for _, o in sizes]
+    total = sum(o for _, o in sizes)
+    seconds = []
+    for _ in range(3):
+        llm.engine.manager.reset_prefix_cache()
+        seconds.append(run_all(llm, prompts, params))
+    best = statistics.median(seconds[1:])
+    return {"output_tokens": total, "seconds": seconds, "tok_s": total / best}
+
+
+def decode(llm: LLM, vocab: int, batch: int, prompt_len: int, steps: int) -> dict[str, Any]:
+    """Median wall time of a decode step, and the share of it in which the GPU waits."""
+    rng = np.random.default_rng(batch)
+    engine = llm.engine
+    engine.manager.reset_prefix_cache()
+    params = SamplingParams(max_tokens=steps, temperature=0.0, ignore_eos=True)
+    for i in range(batch):
+        engine.add_request(f"d{batch}-{i}", rng.integers(0, vocab, prompt_len).tolist(), params,
+                           streaming=False)  # fmt: skip
+    marks: list[tuple[Any, Any]] = []
+    spy = _Spy(engine, marks)
+    times = []
+    while engine.has_unfinished:
+        before = time.perf_counter()
+        engine.step()
+        times.append(time.perf_counter() - before)
+    spy.remove()
+    steady = times[-(steps // 2) : -4]
+    result = {"step_ms": 1e3 * statistics.median(steady),
+              "p10_p90_ms": [1e3 * float(q) for q in np.quantile(steady, (0.1, 0.9))]}  # fmt: skip
+    if marks:
+        torch.cuda.synchronize()
+        tail = marks[-(steps // 2) : -4]
+        gaps = [a[1].elapsed_time(b[0]) for a, b in itertools.pairwise(tail)]
+        result["gpu_idle_share"] = sum(gaps) / tail[0][0].elapsed_time(tail[-1][0])
+    return result
+
+
+class _Spy:
+    """Records a CUDA event before and after each step's device work."""
+
+    def __init__(self, engine: Any, marks: list[tuple[Any, Any]]) -> None:
+        self._engine, self._execute = engine, engine.runner.execute
+        self._sample = engine.sampler.sample
+        if not torch.cuda.is_available():
+            return
+        engine.runner.execute = self._timed_execute
+        engine.sampler.sample = self._timed_sample
+        self._marks, self._start = marks, None
+
+    def _timed_execute(self, output: Any) -> Any:
+        self._start = torch.cuda.Event(enable_timing=True)
+        self._start.record()
+        return self._execute(output)
+
+    def _timed_sample(self, *args: Any, **kwargs: Any) -> Any:
+        result = self._sample(*args, **kwargs)
+        end = torch.cuda.Event(enable_timing=True)
+        end.record()
+        self._marks.append((self._start, end))
+        return result
+
+    def remove(self) -> None:
+        self._engine.runner.execute, self._engine.sampler.sample = self._execute, self._sample
+
+
+def prefix(llm: LLM, vocab: int, scale: float) -> dict[str, Any]:
+    rng = np.random.default_rng(3)
+    shared, own, out = int(4096 * scale), int(128 * scale) or 1, int(128 * scale) or 1
+    params = SamplingParams(max_tokens=out, temperature=0.0, ignore_eos=True)
+    seconds = []
+    for _ in range(3):
+        llm.engine.manager.reset_prefix_cache()
+        head = rng.integers(0, vocab, shared).tolist()
+        prompts = [head + rng.integers(0, vocab, own).tolist() for _ in range(256)]
+        seconds.append(run_all(llm, prompts, [params] * 256))
+    best = statistics.median(seconds[1:])
+    return {"seconds": seconds, "tok_s": 256 * out / best}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen3-0.6b")
+    parser.add_argument("--workloads", default="mixed,decode,prefix")
+    parser.add_argument("--batches", default="1,16,64,256")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--scale", type=float, default=1.0, help="shrink lengths (smoke test)")
+    parser.add_argument("--no-compile", action="store_true")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    dtype = torch.bfloat16 if args.device != "cpu" else torch.float32
+    began = time.perf_counter()
+    model = build_model(args.shape, args.device, dtype)
+    built = time.perf_counter()
+    extra = {"num_blocks": 4000} if args.device == "cpu" else {}
+    llm = LLM(model, device=args.device, max_num_seqs=256, max_model_len=8192,
+              max_num_batched_tokens=8192, compile=not args.no_compile, **extra)  # fmt: skip
+    vocab = SHAPES[args.shape]["vocab_size"]
+    ready = time.perf_counter()
+    llm.generate([list(range(100))], SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True))
+    first = time.perf_counter()
+    record: dict[str, Any] = {
+        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+        "device": torch.cuda.get_device_name() if args.device != "cpu" else "cpu",
+        "command": " ".join(["python", *sys.argv]), "torch": torch.__version__,
+        "shape": args.shape, "num_blocks": llm.engine.manager.pool.num_blocks,
+        "start_s": {"imports": began - STARTED, "weights": built - began, "engine": ready - built,
+                    "first_token": first - ready, "all": first - STARTED},
+    }  # fmt: skip
+    print(json.dumps(record["start_s"]), flush=True)
+    warm = getattr(llm.engine.runner, "warm_up", None)
+    if warm is not None:
+        before = time.perf_counter()
+        warm()
+        record["capture_all_s"] = time.perf_counter() - before
+        print("capture", record["capture_all_s"], flush=True)
+    for name in args.workloads.split(","):
+        peer = VLLM.get((args.shape, name))
+        if name == "decode":
+            found: Any = {}
+            for batch in map(int, args.batches.split(",")):
+                found[batch] = decode(llm, vocab, batch, max(1, int(1024 * args.scale)),
+                                      max(16, int(128 * args.scale)))  # fmt: skip
+                print(name, batch, json.dumps(found[batch]), flush=True)
+        else:
+            found = (mixed if name == "mixed" else prefix)(llm, vocab, args.scale)
+            print(name, json.dumps(found), flush=True)
+        record[name] = {"ours": found, "vllm 0.25.1": peer}
+        print("  vllm 0.25.1", json.dumps(peer), flush=True)
+        if args.out:
+            args.out.write_text(json.dumps(record, indent=1))
+
+
+if __name__ == "__main__":
+    main()
