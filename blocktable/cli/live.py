@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterable, Sequence
 
 from rich.columns import Columns
@@ -23,7 +24,7 @@ def _tail(text: str, width: int, lines: int) -> str:
     """The last ``lines`` lines of the text, wrapped at ``width``."""
     wrapped: list[str] = []
     for paragraph in text.splitlines() or [""]:
-        wrapped += [paragraph[i : i + width] for i in range(0, max(len(paragraph), 1), width)]
+        wrapped += textwrap.wrap(paragraph, width) or [""]
     return "\n".join(wrapped[-lines:])
 
 

@@ -76,6 +76,7 @@ class Engine:
         self.detokenizer = None if tokenizer is None else Detokenizer(tokenizer)
         self._tracked: dict[str, Tracked] = {}
         self._launched: deque[Launched] = deque()
+        self.on_schedule: Callable[[SchedulerOutput], None] | None = None
         self._aborted: list[Tracked] = []
         self._depth = scheduler.config.max_steps_in_flight
 
@@ -185,6 +186,8 @@ class Engine:
     def _launch(self) -> None:
         """Schedule a step and queue its device work. An exception takes the step back."""
         output = self.scheduler.schedule()
+        if self.on_schedule is not None:
+            self.on_schedule(output)
         self._place_rows(output)
         try:
             logits = self.runner.execute(output)

@@ -48,8 +48,8 @@ def build_app(engine: Engine, config: ServerConfig, model: str) -> FastAPI:
     bridge = EngineBridge(
         engine,
         max_rows=engine.scheduler.config.max_num_seqs + config.max_queue,
-        on_step=lambda _, seconds, outputs: metrics.observe(seconds, outputs),
     )
+    bridge.add_watcher(lambda _, seconds, outputs: metrics.observe(seconds, outputs))
     reader = PromptReader(engine, config.max_prompts)
 
     @asynccontextmanager
@@ -69,7 +69,7 @@ def build_app(engine: Engine, config: ServerConfig, model: str) -> FastAPI:
     _add_models(app, engine, name)
     _add_tokens(app, engine, reader, name)
     _add_operations(app, bridge, metrics)
-    if False:
+    if config.inspector:
         from blocktable.serve.inspector import add_inspector
 
         add_inspector(app, bridge, config, name)

@@ -13,7 +13,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from blocktable.core.errors import BlocktableError
 from blocktable.engine.engine import Engine
@@ -22,6 +22,9 @@ from blocktable.engine.params import SamplingParams
 from blocktable.serve.errors import ApiError
 
 _LOG = logging.getLogger("blocktable.serve")
+
+
+Watcher: TypeAlias = Callable[[Engine, float, list[RequestOutput]], None]
 
 
 class Part(NamedTuple):
@@ -105,7 +108,9 @@ class Call:
 class EngineBridge:
     """Runs an engine and carries requests to it.
 
-    ``on_step(engine, seconds, outputs)`` is called in the engine's thread after every step.
+    Args:
+        engine: touched by nobody else from now on.
+        max_rows: completions that may run and wait.
     """
 
     def __init__(
@@ -113,9 +118,9 @@ class EngineBridge:
         engine: Engine,
         *,
         max_rows: int,
-        on_step: Callable[[Engine, float, list[RequestOutput]], None] | None = None,
     ) -> None:
-        self.engine, self._max_rows, self._on_step = engine, max_rows, on_step
+        self.engine, self._max_rows = engine, max_rows
+        self._watchers: list[Watcher] = []
         self.rows = 0  # completions accepted and not finished
         self.failure: Exception | None = None
         self.mean_seconds = 1.0  # of a request, smoothed
@@ -126,6 +131,10 @@ class EngineBridge:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="blocktable-engine", daemon=True)
         self._count = 0
+
+    def add_watcher(self, watcher: Watcher) -> None:
+        """Call ``watcher(engine, seconds, outputs)`` in the engine's thread after every step."""
+        self._watchers.append(watcher)
 
     # --- the event loop's side ---
 
@@ -281,8 +290,9 @@ class EngineBridge:
     def _step(self) -> None:
         before = time.perf_counter()
         outputs = self.engine.step()
-        if self._on_step is not None:
-            self._on_step(self.engine, time.perf_counter() - before, outputs)
+        seconds = time.perf_counter() - before
+        for watcher in self._watchers:
+            watcher(self.engine, seconds, outputs)
         if outputs:
             self._post(self._deliver, [(o.request_id, _update(o)) for o in outputs])
 

@@ -1,0 +1,166 @@
+"""The inspector's page and what it asks for: a snapshot, a stream of frames, lives of blocks."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from fastapi import FastAPI, Request
+from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
+
+from blocktable.engine.engine import Engine
+from blocktable.serve.bridge import EngineBridge
+from blocktable.serve.config import ServerConfig
+from blocktable.serve.errors import ApiError
+from blocktable.serve.frames import FrameRing
+from blocktable.serve.recorder import TableRecorder
+from blocktable.serve.tree import prefix_tree
+
+STATIC = Path(__file__).parent / "static"
+_FILES = {"inspect.js": "text/javascript", "inspect.css": "text/css"}
+_INTERVAL = 0.1  # seconds between two looks at the ring, for each open page
+_BATCH = 400  # frames in one message at most
+
+T = TypeVar("T")
+
+
+class Source(Protocol):
+    """What the page shows: an engine's recorder, or the events of another engine."""
+
+    ring: FrameRing
+    sequence: int
+    num_blocks: int
+
+    def snapshot(self) -> dict[str, Any]:
+        """Everything a page needs to begin."""
+        ...
+
+    def block(self, block: int) -> dict[str, Any]:
+        """Where a block stands."""
+        ...
+
+    def request(self, number: int) -> dict[str, Any] | None:
+        """A request and its row."""
+        ...
+
+    def tree_arrays(self) -> tuple[Any, ...]:
+        """Keyed blocks, parents, hits, references, places."""
+        ...
+
+
+Ask = Callable[[Callable[[Any], T]], Awaitable[T]]
+"""Runs a question where the source may be read."""
+Decode = Callable[[list[int]], str]
+
+
+def add_inspector(app: FastAPI, bridge: EngineBridge, config: ServerConfig, name: str) -> None:
+    """Record the engine's tables and serve them at /inspect."""
+    recorder = TableRecorder(bridge.engine, config.ring_bytes)
+    bridge.add_watcher(recorder.after_step)
+    app.state.recorder = recorder
+
+    def decode(ids: list[int]) -> str:
+        detokenizer = bridge.engine.detokenizer
+        return " ".join(map(str, ids)) if detokenizer is None else detokenizer.decode(ids, False)
+
+    async def ask(question: Callable[[Any], Any]) -> Any:
+        def in_engine_thread(_: Engine) -> Any:
+            return question(recorder)
+
+        return await bridge.ask(in_engine_thread)
+
+    add_pages(app, recorder, ask, decode, name)
+
+
+def add_pages(app: FastAPI, source: Source, ask: Ask[Any], decode: Decode, name: str) -> None:
+    """Routes under /inspect; they are no part of the API description."""
+
+    @app.get("/inspect", include_in_schema=False)
+    async def page() -> Response:
+        return FileResponse(STATIC / "inspect.html", media_type="text/html")
+
+    @app.get("/inspect/static/{file}", include_in_schema=False)
+    async def static(file: str) -> Response:
+        if file not in _FILES:
+            raise ApiError(404, f"no such file {file[:60]!r}")
+        return FileResponse(STATIC / file, media_type=_FILES[file])
+
+    @app.get("/inspect/state", include_in_schema=False)
+    async def state(history: int = 2000) -> Response:
+        """The pool now, and the frames that led here."""
+        snapshot = await ask(lambda s: s.snapshot())
+        frames = source.ring.since(0, max(0, min(history, 20_000)))
+        last = snapshot["sequence"]
+        snapshot["frames"] = [f.as_json() for f in frames if f.sequence <= last]
+        return JSONResponse({**snapshot, "model": name})
+
+    @app.get("/inspect/events", include_in_schema=False)
+    async def events(request: Request, since: int = 0) -> Response:
+        """Frames as they come, by server-sent events."""
+        return StreamingResponse(
+            _stream(source, since), media_type="text/event-stream",
+            headers={"Cache-Control": "no-cache"},
+        )  # fmt: skip
+
+    @app.get("/inspect/block/{block}", include_in_schema=False)
+    async def block_life(block: int) -> Response:
+        """A block: where it stands, its tokens, its life in the ring."""
+        facts = await ask(lambda s: _checked_block(s, block))
+        facts["text"] = decode(facts["tokens"])
+        return JSONResponse({**facts, "life": source.ring.life(block)})
+
+    @app.get("/inspect/request/{number}", include_in_schema=False)
+    async def one_request(number: int) -> Response:
+        """A request: its row and its text."""
+        facts = await ask(lambda s: s.request(number))
+        if facts is None:
+            raise ApiError(404, f"request number {number} is not remembered")
+        tokens = facts.pop("tokens")
+        return JSONResponse({**facts, "length": len(tokens), "text": decode(tokens[-400:])})
+
+    @app.get("/inspect/tree", include_in_schema=False)
+    async def tree() -> Response:
+        """The prefix tree."""
+        arrays, texts = await ask(lambda s: _tree_facts(s))
+
+        def draw() -> list[dict[str, Any]]:
+            blocks, parents, hits, references, places = arrays
+            return prefix_tree(
+                blocks, parents, hits, references, places, lambda run: decode(texts(run))
+            )
+
+        nodes = await asyncio.to_thread(draw)
+        return JSONResponse(nodes)
+
+
+def _checked_block(source: Source, block: int) -> dict[str, Any]:
+    count = source.num_blocks
+    if not 0 <= block < count:
+        raise ApiError(404, f"block must be in [0, {count - 1}], got {block}")
+    return source.block(block)
+
+
+def _tree_facts(source: Source) -> tuple[tuple[Any, ...], Callable[[list[int]], list[int]]]:
+    def texts(run: list[int]) -> list[int]:
+        return [token for block in run for token in source.block(block)["tokens"]][:32]
+
+    return source.tree_arrays(), texts
+
+
+async def _stream(source: Source, since: int) -> AsyncIterator[bytes]:
+    """Messages with all frames that are new; a comment now and then keeps the line open."""
+    idle = 0
+    while True:
+        frames = source.ring.since(since, _BATCH)
+        if frames:
+            since, idle = frames[-1].sequence, 0
+            data = json.dumps([f.as_json() for f in frames], separators=(",", ":"))
+            yield f"data: {data}\n\n".encode()
+        else:
+            idle += 1
+            if idle % 100 == 1:
+                yield b": nothing new\n\n"
+        await asyncio.sleep(_INTERVAL)

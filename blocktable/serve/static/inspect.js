@@ -1,0 +1,346 @@
+"use strict";
+/* The inspector's page. State is one Int32Array of block codes and a list of frames; each frame
+   holds old and new codes, so the cursor moves through time in both directions. The map is drawn
+   one pixel a block into an image and scaled up, so 100,000 blocks cost what 100 cost. */
+
+const KINDS = ["free", "cached", "fenced", "owned", "shared"];
+const COLOURS = { free: "#262d39", cached: "#5b6b85", fenced: "#e8893a", shared: "#f4f1e6", none: "#12151b" };
+const MAX_FRAMES = 20000;
+const $ = (id) => document.getElementById(id);
+const key = new URLSearchParams(location.search).get("key");
+const url = (path) => "inspect/" + path + (key ? (path.includes("?") ? "&" : "?") + "key=" + encodeURIComponent(key) : "");
+
+const S = {
+  codes: new Int32Array(0), frames: [], cursor: 0, live: true, blockSize: 0, requests: new Map(),
+  columns: 1, cell: 1, chosen: -1, dirty: true, selectedRequest: -1, tab: "requests",
+};
+
+/* ---- colours ---- */
+function hue(number) { return (number * 137.508) % 360; }
+function toRgb(h, s, l) {
+  const a = s * Math.min(l, 1 - l);
+  const f = (n) => { const k = (n + h / 30) % 12; return Math.round(255 * (l - a * Math.max(-1, Math.min(k - 3, 9 - k, 1)))); };
+  return [f(0), f(8), f(4)];
+}
+const parse = (hex) => [1, 3, 5].map((i) => parseInt(hex.slice(i, i + 2), 16));
+const FIXED = KINDS.map((kind) => parse(COLOURS[kind] || "#000000"));
+const owners = new Map();
+function ownerRgb(number) {
+  let rgb = owners.get(number);
+  if (!rgb) { rgb = toRgb(hue(number), 0.62, 0.45 + 0.14 * (number % 3)); owners.set(number, rgb); }
+  return rgb;
+}
+const css = (rgb) => `rgb(${rgb[0]},${rgb[1]},${rgb[2]})`;
+const kindOf = (code) => code & 7, refsOf = (code) => (code >> 3) & 255, numberOf = (code) => code >>> 11;
+function rgbOf(code) { return kindOf(code) === 3 ? ownerRgb(numberOf(code)) : FIXED[kindOf(code)]; }
+function describe(code) {
+  const kind = kindOf(code), number = numberOf(code);
+  if (kind === 3) return `owned by ${name(number)}`;
+  if (kind === 4) return `shared by ${refsOf(code)} rows`;
+  if (kind === 1) return "cached, free to take" + (number ? ` (from ${name(number)})` : "");
+  return KINDS[kind];
+}
+function name(number) { const r = S.requests.get(number); return r ? r.id : number ? "#" + number : "nobody"; }
+
+/* ---- the map ---- */
+const map = $("map"), off = document.createElement("canvas");
+let image = null;
+function layout() {
+  const box = $("mapbox").getBoundingClientRect(), ratio = window.devicePixelRatio || 1;
+  const width = Math.max(1, Math.floor(box.width * ratio)), height = Math.max(1, Math.floor(box.height * ratio));
+  const count = Math.max(1, S.codes.length);
+  let cell = Math.max(1, Math.floor(Math.sqrt(width * height / count)));
+  while (cell > 1 && Math.ceil(count / Math.floor(width / cell)) * cell > height) cell--;
+  cell = Math.min(cell, Math.round(26 * ratio));
+  S.cell = cell; S.ratio = ratio;
+  S.columns = Math.max(1, Math.floor(width / cell));
+  S.rows = Math.ceil(count / S.columns);
+  map.width = width; map.height = height;
+  off.width = S.columns; off.height = S.rows;
+  image = off.getContext("2d").createImageData(S.columns, S.rows);
+  for (let b = 0; b < S.columns * S.rows; b++) paint(b);
+  S.dirty = true;
+}
+function paint(block) {
+  const at = block * 4, data = image.data;
+  const rgb = block < S.codes.length && block !== 0 ? rgbOf(S.codes[block]) : parse(COLOURS.none);
+  data[at] = rgb[0]; data[at + 1] = rgb[1]; data[at + 2] = rgb[2]; data[at + 3] = 255;
+}
+function drawMap() {
+  const ctx = map.getContext("2d"), cell = S.cell;
+  off.getContext("2d").putImageData(image, 0, 0);
+  ctx.imageSmoothingEnabled = false;
+  ctx.fillStyle = "#1a1f28"; ctx.fillRect(0, 0, map.width, map.height);
+  ctx.drawImage(off, 0, 0, S.columns * cell, S.rows * cell);
+  if (cell >= 4) {
+    ctx.fillStyle = "#1a1f28";
+    for (let x = 0; x <= S.columns; x++) ctx.fillRect(x * cell, 0, 1, S.rows * cell);
+    for (let y = 0; y <= S.rows; y++) ctx.fillRect(0, y * cell, S.columns * cell, 1);
+  }
+  if (cell >= 14) labels(ctx);
+  for (const block of S.chosen >= 0 ? [S.chosen] : []) {
+    ctx.strokeStyle = "#ffffff"; ctx.lineWidth = 2;
+    ctx.strokeRect((block % S.columns) * cell, Math.floor(block / S.columns) * cell, Math.max(cell, 4), Math.max(cell, 4));
+  }
+}
+function labels(ctx) {
+  ctx.font = `${Math.floor(S.cell * 0.5)}px system-ui`; ctx.textAlign = "center"; ctx.textBaseline = "middle";
+  for (let b = 1; b < S.codes.length; b++) {
+    if (kindOf(S.codes[b]) !== 4) continue;
+    ctx.fillStyle = "#10131a";
+    ctx.fillText(refsOf(S.codes[b]), ((b % S.columns) + 0.5) * S.cell, (Math.floor(b / S.columns) + 0.5) * S.cell);
+  }
+}
+function blockAt(event) {
+  const box = map.getBoundingClientRect();
+  const x = Math.floor((event.clientX - box.left) * S.ratio / S.cell), y = Math.floor((event.clientY - box.top) * S.ratio / S.cell);
+  const block = y * S.columns + x;
+  return x < S.columns && block < S.codes.length ? block : -1;
+}
+
+/* ---- time ---- */
+function apply(frame, direction) {
+  const b = frame.b;
+  for (let i = 0; i < b.length; i += 3) {
+    S.codes[b[i]] = direction > 0 ? b[i + 2] : b[i + 1];
+    if (image) paint(b[i]);
+  }
+  if (direction > 0) for (const a of frame.a) S.requests.has(a[0]) || S.requests.set(a[0], { number: a[0], id: a[1], prompt: a[3], cached: a[4], row: a[2] });
+  S.dirty = true;
+}
+function moveTo(position) { // the state after frames[0 .. position - 1]
+  position = Math.max(0, Math.min(position, S.frames.length));
+  while (S.cursor < position) apply(S.frames[S.cursor++], 1);
+  while (S.cursor > position) apply(S.frames[--S.cursor], -1);
+  S.dirty = true;
+}
+function add(frames) {
+  for (const frame of frames) { S.frames.push(frame); index(frame); }
+  if (S.live) moveTo(S.frames.length);
+  if (S.frames.length > MAX_FRAMES && S.live) {
+    const drop = S.frames.length - MAX_FRAMES;
+    S.frames.splice(0, drop); S.cursor -= drop;
+  }
+  S.dirty = true;
+}
+function index(frame) {
+  for (const a of frame.a) S.requests.set(a[0], { number: a[0], id: a[1], row: a[2], prompt: a[3], cached: a[4], from: frame.n });
+  for (const e of frame.e) { const r = S.requests.get(e[0]); if (r) { r.to = frame.n; r.reason = e[1]; } }
+}
+function setLive(on) {
+  S.live = on;
+  $("live").setAttribute("aria-pressed", String(on));
+  if (on) moveTo(S.frames.length);
+}
+
+/* ---- drawing the rest ---- */
+function current() { return S.frames[S.cursor - 1]; }
+function drawNumbers(counts) {
+  const usable = S.codes.length - 1, frame = current();
+  $("legend").innerHTML = "";
+  const rows = [["owned", "#6f9bd6"], ["shared", COLOURS.shared], ["cached", COLOURS.cached], ["fenced", COLOURS.fenced], ["free", COLOURS.free]];
+  for (const [kind, colour] of rows) {
+    const span = document.createElement("span"), mark = document.createElement("i");
+    mark.style.background = colour; span.append(mark, `${kind === "owned" ? "owned (a colour a request)" : kind} ${counts[KINDS.indexOf(kind)].toLocaleString("en")}`);
+    $("legend").append(span);
+  }
+  if (!frame) return;
+  const [used, , , , running, waiting] = frame.c;
+  $("numbers").innerHTML = `step <b>${frame.s.toLocaleString("en")}</b> &nbsp; running <b>${running}</b> &nbsp; waiting <b>${waiting}</b> &nbsp; blocks <b>${used.toLocaleString("en")}</b> of ${usable.toLocaleString("en")} held`;
+  $("when").value = new Date(frame.t * 1000).toLocaleTimeString("en-GB") + "." + String(Math.floor(frame.t * 1000) % 1000).padStart(3, "0") + (S.live ? " live" : "");
+  $("scrub").max = S.frames.length; $("scrub").value = S.cursor;
+}
+function census() {
+  const counts = [0, 0, 0, 0, 0], held = new Map();
+  for (let b = 1; b < S.codes.length; b++) {
+    const code = S.codes[b], kind = kindOf(code);
+    counts[kind]++;
+    if (kind === 3) held.set(numberOf(code), (held.get(numberOf(code)) || 0) + 1);
+  }
+  return [counts, held];
+}
+function escape(text) { return String(text).replace(/[&<>"]/g, (c) => ({ "&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;" }[c])); }
+function drawRequests(held) {
+  const at = current() ? current().n : 0, rows = [];
+  for (const r of S.requests.values()) {
+    if (r.from !== undefined && r.from > at) continue;
+    const gone = r.to !== undefined && r.to <= at || r.ended && r.to === undefined;
+    rows.push([gone, r]);
+  }
+  rows.sort((a, b) => a[0] - b[0] || b[1].number - a[1].number);
+  $("requests").innerHTML = rows.slice(0, 120).map(([gone, r]) => {
+    const share = r.prompt ? Math.round(100 * r.cached / r.prompt) : 0;
+    const state = gone ? r.reason || "ended" : `row ${r.row}, ${held.get(r.number) || 0} blocks of its own`;
+    return `<div class="req${gone ? " gone" : ""}" data-request="${r.number}"><i style="background:${css(ownerRgb(r.number))}"></i>` +
+      `<span>${escape(r.id)}</span><span>${r.prompt} tokens</span><div class="bar"><div style="width:${share}%"></div></div>` +
+      `<small>${state}; ${r.cached} of the prompt were hit (${share}%)</small></div>`;
+  }).join("") || '<p class="hint">No requests yet.</p>';
+}
+function chart(id, series, options) {
+  const canvas = $(id), ratio = window.devicePixelRatio || 1, box = canvas.getBoundingClientRect();
+  canvas.width = Math.max(1, box.width * ratio); canvas.height = Math.max(1, box.height * ratio);
+  const ctx = canvas.getContext("2d"), width = canvas.width, height = canvas.height;
+  const first = Math.max(0, S.frames.length - Math.max(60, Math.min(S.frames.length, 1200))), count = S.frames.length - first;
+  if (!count) return;
+  const step = Math.max(1, Math.floor(count / width));
+  let top = options.top || 1e-9;
+  if (!options.top) for (let i = first; i < S.frames.length; i++) top = Math.max(top, series.reduce((sum, s) => sum + s.of(S.frames[i]), 0));
+  for (let i = 0; i < count; i += step) {
+    let base = height;
+    const x = i / count * width, w = Math.max(1, step / count * width);
+    for (const s of series) {
+      let value = 0;
+      for (let k = i; k < Math.min(i + step, count); k++) value = Math.max(value, s.of(S.frames[first + k]));
+      const h = value / top * (height - 2);
+      ctx.fillStyle = s.colour; ctx.fillRect(x, base - h, w, h); base -= h;
+    }
+  }
+  ctx.fillStyle = "#ffffff"; ctx.fillRect((S.cursor - 1 - first) / count * width, 0, 1.5, height);
+  canvas.dataset.first = first; canvas.dataset.count = count;
+}
+function drawCharts() {
+  const usable = S.codes.length - 1, frame = current();
+  chart("use", [{ of: (f) => f.c[0], colour: "#6f9bd6" }, { of: (f) => f.c[3], colour: COLOURS.fenced }, { of: (f) => f.c[2], colour: COLOURS.cached }], { top: usable });
+  chart("tok", [{ of: (f) => f.c[7], colour: "#57c785" }, { of: (f) => Math.max(0, f.c[6] - f.c[7]), colour: "#b48ead" }], {});
+  chart("hit", [{ of: (f) => f.c[8], colour: COLOURS.shared }, { of: (f) => f.c[9] * 20, colour: "#ff7b72" }], {});
+  chart("time", [{ of: (f) => f.d, colour: "#d6b35a" }], {});
+  if (!frame) return;
+  $("usevalue").textContent = `${frame.c[0]} held, ${frame.c[2]} cached`;
+  $("tokvalue").textContent = `${frame.c[7]} decoded, ${Math.max(0, frame.c[6] - frame.c[7])} prefill`;
+  $("hitvalue").textContent = `${frame.c[8]} tokens hit, ${frame.c[9]} preempted`;
+  $("timevalue").textContent = `${(frame.d * 1000).toFixed(1)} ms`;
+}
+let lastPanels = 0;
+function tick(now) {
+  if (S.dirty) {
+    S.dirty = false;
+    drawMap();
+    if (now - lastPanels > 180) { panels(); lastPanels = now; } else setTimeout(() => { S.dirty = true; }, 200);
+  }
+  requestAnimationFrame(tick);
+}
+function panels() {
+  const [counts, held] = census();
+  drawNumbers(counts); drawCharts();
+  if (S.tab === "requests") drawRequests(held);
+}
+
+/* ---- details ---- */
+function openTab(tab) {
+  S.tab = tab;
+  for (const b of document.querySelectorAll("#tabs button")) b.setAttribute("aria-selected", String(b.dataset.tab === tab));
+  for (const d of document.querySelectorAll(".tab")) d.hidden = d.id !== tab;
+  if (tab === "tree") loadTree();
+  S.dirty = true;
+}
+const clock = (t) => new Date(t * 1000).toLocaleTimeString("en-GB");
+function verb(old, now) {
+  const a = kindOf(old), b = kindOf(now);
+  if (b === 3 && a < 3) return a === 1 && numberOf(old) !== numberOf(now) ? `taken by ${name(numberOf(now))} (what was cached is evicted or hit)` : `taken by ${name(numberOf(now))}`;
+  if (b === 4) return refsOf(now) > refsOf(old) ? `shared, now by ${refsOf(now)}` : `one row less, now ${refsOf(now)}`;
+  if (b === 3 && a === 4) return `only ${name(numberOf(now))} is left`;
+  if (b === 1) return "released, kept in the cache";
+  if (b === 2) return "released, fenced until the step is done";
+  if (b === 0) return a === 1 ? "its key was dropped" : "released";
+  return describe(now);
+}
+async function showBlock(block) {
+  S.chosen = block; S.dirty = true; openTab("detail");
+  const answer = await fetch(url("block/" + block));
+  if (!answer.ok) return;
+  const f = await answer.json();
+  const life = f.life.slice(-200).reverse().map((e) => `<tr><th>step ${e.step}</th><th>${clock(e.time)}</th><td>${escape(verb(e.old, e.new))}</td></tr>`).join("");
+  $("detail").innerHTML = `<h3>block ${f.block}${f.block === 0 ? " (null block)" : ""}</h3><table>` +
+    `<tr><th>now</th><td>${escape(describe(f.code))}</td></tr><tr><th>references</th><td>${refsOf(f.code)}</td></tr>` +
+    `<tr><th>slots</th><td>${f.slots[0]} to ${f.slots[1]}</td></tr>` +
+    `<tr><th>filled by</th><td>${escape(f.request || "nobody")}${f.index >= 0 ? `, entry ${f.index} of its row` : ""}</td></tr>` +
+    `<tr><th>before it</th><td>${f.parent ? "block " + f.parent : "the beginning"}</td></tr><tr><th>hits</th><td>${f.hits}</td></tr></table>` +
+    (f.tokens.length ? `<pre>${escape(f.text)}</pre><p class="hint">tokens ${f.tokens.join(" ")}</p>` : "") +
+    `<h3>its life</h3><table id="life">${life || "<tr><td>nothing in the recorded time</td></tr>"}</table>`;
+}
+async function showRequest(number) {
+  S.selectedRequest = number; openTab("detail");
+  const answer = await fetch(url("request/" + number));
+  if (!answer.ok) { $("detail").innerHTML = '<p class="hint">This request is no longer remembered.</p>'; return; }
+  const f = await answer.json(), hit = Math.floor(f.cached / S.blockSize);
+  const rows = f.rows.map((row, g) => `<p class="hint">${f.rows.length > 1 ? `group ${g}: ` : ""}row ${f.row}, ${row.length} blocks</p><div class="row">` +
+    row.map((b, i) => `<span data-block="${b}" title="entry ${i}: ${escape(describe(S.codes[b]))}" style="background:${i < hit ? COLOURS.shared : css(rgbOf(S.codes[b]))}">${b}</span>`).join("") + "</div>").join("");
+  $("detail").innerHTML = `<h3>${escape(f.id)}</h3><table><tr><th>prompt</th><td>${f.prompt} tokens, ${f.cached} hit (${hit} blocks)</td></tr>` +
+    `<tr><th>length now</th><td>${f.length} tokens</td></tr><tr><th>state</th><td>${escape(f.ended ? f.reason : "running since " + clock(f.started))}</td></tr></table>` +
+    (rows || '<p class="hint">It holds no row any more.</p>') + `<pre>${escape(f.text)}</pre>`;
+}
+async function loadTree() {
+  const answer = await fetch(url("tree"));
+  if (!answer.ok) return;
+  const nodes = await answer.json();
+  $("tree").innerHTML = nodes.map((n) => `<div class="node" data-block="${n.block}" style="padding-left:${n.depth * 16}px" title="${escape(n.text)}">` +
+    `<b>${n.blocks}</b> block${n.blocks > 1 ? "s" : ""}, <b>${n.hits}</b> hit${n.hits === 1 ? "" : "s"}, ${n.refs} rows <code>${escape(n.text.replace(/\s+/g, " "))}</code></div>`).join("") || '<p class="hint">Nothing is cached.</p>';
+}
+
+/* ---- events ---- */
+map.addEventListener("mousemove", (event) => {
+  const block = blockAt(event), tip = $("tip");
+  tip.hidden = block < 0;
+  if (block < 0) return;
+  tip.textContent = `block ${block}: ${block === 0 ? "null block" : describe(S.codes[block])}`;
+  const box = $("pool").getBoundingClientRect();
+  tip.style.left = Math.min(event.clientX - box.left + 14, box.width - 260) + "px"; tip.style.top = event.clientY - box.top + 14 + "px";
+});
+map.addEventListener("mouseleave", () => { $("tip").hidden = true; });
+map.addEventListener("click", (event) => { const block = blockAt(event); if (block >= 0) showBlock(block); });
+map.addEventListener("keydown", (event) => {
+  const move = { ArrowLeft: -1, ArrowRight: 1, ArrowUp: -S.columns, ArrowDown: S.columns }[event.key];
+  if (move === undefined) return;
+  event.preventDefault();
+  showBlock(Math.max(0, Math.min(S.codes.length - 1, Math.max(S.chosen, 0) + move)));
+});
+document.addEventListener("click", (event) => {
+  const request = event.target.closest("[data-request]"), block = event.target.closest("[data-block]"), tab = event.target.closest("[data-tab]");
+  if (tab) openTab(tab.dataset.tab);
+  else if (request) showRequest(Number(request.dataset.request));
+  else if (block) showBlock(Number(block.dataset.block));
+});
+$("live").addEventListener("click", () => setLive(!S.live));
+$("back").addEventListener("click", () => { setLive(false); moveTo(S.cursor - 1); });
+$("forward").addEventListener("click", () => { setLive(false); moveTo(S.cursor + 1); });
+$("scrub").addEventListener("input", (event) => { setLive(false); moveTo(Number(event.target.value)); });
+for (const id of ["use", "tok", "hit", "time"]) $(id).addEventListener("click", (event) => {
+  const box = event.target.getBoundingClientRect(), data = event.target.dataset;
+  setLive(false); moveTo(Number(data.first) + Math.round((event.clientX - box.left) / box.width * Number(data.count)) + 1);
+});
+document.addEventListener("keydown", (event) => {
+  if (event.target.closest("input, canvas, button")) return;
+  if (event.key === " ") { event.preventDefault(); setLive(!S.live); }
+  if (event.key === "ArrowLeft") $("back").click();
+  if (event.key === "ArrowRight") $("forward").click();
+});
+new ResizeObserver(() => { layout(); }).observe($("mapbox"));
+setInterval(() => { if (S.tab === "tree" && S.live) loadTree(); }, 2000);
+
+async function start() {
+  const answer = await fetch(url("state"));
+  if (!answer.ok) throw new Error(`state: ${answer.status}`);
+  const state = await answer.json();
+  S.codes = Int32Array.from(state.codes); S.blockSize = state.block_size;
+  S.requests.clear();
+  for (const r of state.requests) S.requests.set(r.number, r);
+  S.frames = state.frames; S.cursor = S.frames.length;
+  for (const frame of S.frames) for (const a of frame.a) { const r = S.requests.get(a[0]); if (r) r.from = frame.n; }
+  for (const frame of S.frames) for (const e of frame.e) { const r = S.requests.get(e[0]); if (r) { r.to = frame.n; r.reason = e[1]; } }
+  $("model").textContent = `${state.model}, ${(state.num_blocks - 1).toLocaleString("en")} blocks of ${state.block_size} tokens`;
+  layout();
+  listen(state.sequence);
+}
+function listen(since) {
+  const source = new EventSource(url("events?since=" + since));
+  source.onopen = () => { $("status").textContent = "connected"; $("status").className = ""; };
+  source.onmessage = (message) => add(JSON.parse(message.data));
+  source.onerror = () => {
+    source.close(); $("status").textContent = "connection lost, trying again"; $("status").className = "bad";
+    setTimeout(() => start().catch(() => listenLater()), 1000);
+  };
+}
+function listenLater() { setTimeout(() => start().catch(listenLater), 2000); }
+start().catch((error) => { $("status").textContent = String(error); $("status").className = "bad"; listenLater(); });
+requestAnimationFrame(tick);
+window.inspector = { S, moveTo, setLive, showBlock };
