@@ -194,8 +194,11 @@ class RankChannel:
         return None if data == STOP else data
 
     def send(self, ack: Ack) -> None:
-        """Send an acknowledgement."""
-        self._socket.send(encode_ack(ack))
+        """Send an acknowledgement; RankError when the driver is gone. Does not block."""
+        try:
+            self._socket.send(encode_ack(ack), zmq.NOBLOCK)
+        except zmq.Again as error:
+            raise RankError(f"rank {self.rank}: the driver is gone") from error
 
     def close(self) -> None:
         """Close; idempotent."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 
-from blocktable.core.errors import BlocktableError
+from blocktable.core.errors import BlocktableError, RankError
 from blocktable.parallel.channel import DONE, FAILED, Ack, RankChannel
 from blocktable.parallel.rank import RankState, RankStep
 from blocktable.parallel.wire import decode_step
@@ -37,7 +38,8 @@ def serve_rank(
     except Exception as error:
         known = isinstance(error, BlocktableError) and f"rank {state.rank}" in str(error)
         text = str(error) if known else f"rank {state.rank} failed at step {number}: {error!r}"
-        channel.send(Ack(FAILED, state.rank, 0, number, 0, 0, 0, text))
+        with suppress(RankError):  # the driver is gone: there is nobody to tell
+            channel.send(Ack(FAILED, state.rank, 0, number, 0, 0, 0, text))
         raise
     finally:
         channel.close()
