@@ -103,6 +103,7 @@ class KVCacheManager:
             self.row_keys = RowKeys(self.tokens, self.keying, self.hash_block_size)
             self.book = KeyBook(self.pool, self.index, self.row_keys, sink)
             self.pool.on_evict = self.book.forget
+        self._invalidations = 0
         self.growth = Growth(self.pool, self.groups, self.book, self.num_tokens, self.num_computed)
         self.admission = Admission(self.pool, self.groups, self.growth, self.index)
 
@@ -245,31 +246,24 @@ class KVCacheManager:
         """Rejected drafts, or a step that did not run: num_computed falls to the given values.
         Blocks stay; keys of blocks beyond are withdrawn. Returns blocks whose key was withdrawn
         although another request holds them (admitted on it in the same step)."""
-        computed = np.broadcast_to(np.asarray(num_computed, np.int32), np.shape(rows))
+        rows = np.asarray(rows)
+        computed = np.broadcast_to(np.asarray(num_computed, np.int32), rows.shape)
         if computed.size and ((computed < 0) | (computed > self.num_computed[rows])).any():
             raise RowError(f"cannot roll back to {computed.tolist()} computed tokens")
         self.num_computed[rows] = computed
-        orphans = [rows[:0].astype(np.int32)]
-        if self.book is not None:
-            for group in self.groups:
-                if group.caching:
-                    keep = computed // group.block_size
-                    orphans.append(self.book.withdraw(group, rows, keep))
-        return np.concatenate(orphans)
+        return self.growth.roll_back(rows, computed)
 
     def truncate(self, rows: RowIds, num_tokens: ArrayLike) -> None:
         """Shorten sequences to ``num_tokens`` (not more than they have). Blocks beyond are
         released with the keys they have (their content stays right); a later write into a shared
         or keyed last block takes a copy or drops the key first."""
-        keep = np.broadcast_to(np.asarray(num_tokens, np.int32), np.shape(rows))
+        rows = np.asarray(rows)
+        keep = np.broadcast_to(np.asarray(num_tokens, np.int32), rows.shape)
         if keep.size and ((keep < 1) | (keep > self.num_tokens[rows])).any():
             raise RowError(f"cannot truncate rows {rows.tolist()} to {keep.tolist()} tokens")
         self.num_tokens[rows] = keep
         self.num_computed[rows] = computed = np.minimum(self.num_computed[rows], keep)
-        for group in self.groups:
-            self.growth.shrink(group, rows, group.entries_for(computed))
-            group.keyed[rows] = np.minimum(group.keyed[rows], keep // group.block_size)
-            group.sync(rows)
+        self.growth.cut(rows, computed)
         if self.row_keys is not None:
             for row, count in zip(rows.tolist(), keep.tolist(), strict=True):
                 self.row_keys.truncate(row, count)
@@ -350,9 +344,10 @@ class KVCacheManager:
         tokens = self.tokens[row, :n].copy()
         sequence = self.row_sequence(row)
         computed = int(self.num_computed[row])
+        cleared = -1 if self.groups[0].keys_stopped[row] else self._invalidations
         self.release(np.array([row]))
         plan = SwapPlan(owner, blocks, host)
-        return SwappedRow(plan, column, counts, sequence, tokens, computed)
+        return SwappedRow(plan, column, counts, sequence, tokens, computed, cleared)
 
     def swap_in(self, row: int, swapped: SwappedRow, *, request: object = None) -> SwapPlan:
         """Bring a request back into an empty row; its host blocks are free again once the next
@@ -366,6 +361,8 @@ class KVCacheManager:
         if self.row_keys is not None:
             self.row_keys.load(row, swapped.sequence)
         rows = np.array([row])
+        if swapped.cleared != self._invalidations:  # computed with other weights
+            self.growth.stop_keys(rows)
         self.growth.give_keys(rows, self.num_computed[rows], self.num_tokens[rows])
         self.host_pool.release(swapped.plan.host)
         return plan
@@ -409,6 +406,7 @@ class KVCacheManager:
 
     def invalidate_prefix_cache(self) -> None:
         """Weights changed: all keys go at once, and rows running now get no further ones."""
+        self._invalidations += 1
         if self.book is not None:
             self.book.clear()
             self.growth.stop_keys(np.flatnonzero(self.num_tokens))

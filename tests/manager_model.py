@@ -209,6 +209,9 @@ class Model:
     def rollback(self, number: int, computed: int) -> None:
         row = self.rows[number]
         row.computed = computed
+        if row.tail_shared:  # nothing was scheduled since the fork: all of it is real
+            self.cut(row)
+            return
         for g, entries in enumerate(row.entries):
             keep = computed // self.block_size
             for i in range(keep, row.keyed[g] if not row.no_more_keys else 0):
@@ -216,16 +219,21 @@ class Model:
                     self.drop_key(entries[i])
             if not row.no_more_keys:
                 row.keyed[g] = min(row.keyed[g], keep)
+        again = [b for e in row.entries for b in e[computed // self.block_size :] if b is not None]
+        if any(b.ref > 1 for b in again):
+            self.cut(row)
 
     def truncate(self, number: int, count: int) -> None:
         row = self.rows[number]
         row.tokens = row.tokens[:count]
         row.computed = min(row.computed, count)
+        self.cut(row)
+
+    def cut(self, row: Row) -> None:
         for g, entries in enumerate(row.entries):
-            keep = -(-row.computed // self.block_size)
-            while len(entries) > keep:
+            while len(entries) > -(-row.computed // self.block_size):
                 self.drop_ref(entries.pop())
-            row.keyed[g] = min(row.keyed[g], count // self.block_size)
+            row.keyed[g] = min(row.keyed[g], row.computed // self.block_size)
         row.tail_shared = True
 
     def release(self, number: int) -> None:

@@ -59,8 +59,9 @@ class ManagerMachine(RuleBasedStateMachine):
     # -- operations
     @precondition(lambda self: len(self.model.rows) < ROWS)
     @rule(
-        data=st.data(), length=st.integers(1, 24), shared=st.integers(0, 24), late=st.integers(0, 2),
-        salt=st.sampled_from([None, None, "a"]), lookahead=st.sampled_from([0, 0, 3]),
+        data=st.data(), length=st.integers(1, 24), shared=st.integers(0, 24),
+        late=st.integers(0, 2), salt=st.sampled_from([None, None, "a"]),
+        lookahead=st.sampled_from([0, 0, 3]),
         reserve=st.sampled_from([0, 0, 2]), whole=st.booleans(),
     )  # fmt: skip
     def admit(self, data, length, shared, late, salt, lookahead, reserve, whole):
@@ -155,8 +156,6 @@ class ManagerMachine(RuleBasedStateMachine):
         row = self.pick(data)[0]
         state = self.model.rows[row]
         low = self.lowest(state)
-        if state.tail_shared:  # a fork's shared blocks are computed: nothing to roll back
-            return
         to = data.draw(st.integers(low, state.computed))
         self.manager.rollback(np.array([row]), to)
         self.model.rollback(row, to)
@@ -188,8 +187,6 @@ class ManagerMachine(RuleBasedStateMachine):
     def release_not_run(self, data):
         row = self.pick(data)[0]
         state = self.model.rows[row]
-        if state.tail_shared:
-            return
         to = data.draw(st.integers(self.lowest(state), state.computed))
         self.manager.release(np.array([row]), num_computed=to)
         self.model.rollback(row, to)
@@ -227,7 +224,7 @@ class ManagerMachine(RuleBasedStateMachine):
         row = self.pick(data)[0]
         state = self.model.rows[row]
         held = sum(b is not None for e in state.entries for b in e)
-        if held > self.manager.host_pool.available or state.no_more_keys:
+        if held > self.manager.host_pool.available:
             return
         swapped = self.manager.swap_out(row)
         assert len(swapped.plan.host) == held
@@ -286,7 +283,7 @@ class ManagerMachine(RuleBasedStateMachine):
         model.unkeyed += len(model.queue)
         model.queue, model.cached = [], {}
         model.cleared += 1
-        for state in model.rows.values():
+        for state in [*model.rows.values(), *(state for _, state, _ in self.swapped)]:
             state.no_more_keys = True
 
     # -- after each

@@ -135,6 +135,8 @@ def _keys(manager: Any) -> Iterator[str]:
             ratio = group.block_size // manager.hash_block_size
             ids = group.table.rows[row, : group.table.counts[row]]
             at = np.flatnonzero(pool.keyed[ids])
+            # a truncated row's blocks keep content and key of what they held until written again
+            at = at[(at + 1) * group.block_size <= manager.num_computed[row]]
             at = at[(at + 1) * ratio <= len(fresh)]
             keys = fresh[(at + 1) * ratio - 1]
             if not manager.index.carries(ids[at], keys, group.group_id).all():

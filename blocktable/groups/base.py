@@ -45,10 +45,11 @@ class Group:
         self.max_model_len, self.max_step_tokens = max_model_len, max_step_tokens
         self.caching = caching and self.cacheable
         self.table = HostTable(max_rows, max(1, self.row_width()))
-        self.capacity = np.zeros(max_rows, np.int32)
+        self.capacity = self.capacity_of(np.zeros(max_rows, np.int32))
         self.keyed = np.zeros(max_rows, np.int32)
         self.key_due = np.full(max_rows, self.block_size if self.caching else NEVER, np.int32)
         self.skipped = np.zeros(max_rows, np.int32)
+        self.keys_stopped = np.zeros(max_rows, np.bool_)  # weights changed under the row
 
     # -- what a kind defines --------------------------------------------------------------------
 
@@ -96,15 +97,17 @@ class Group:
         """Recompute capacity and key_due of rows whose counts or keys changed."""
         self.capacity[rows] = np.minimum(self.capacity_of(self.table.counts[rows]), NEVER)
         if self.caching:
-            self.key_due[rows] = (self.keyed[rows] + 1) * self.block_size
+            due = (self.keyed[rows] + 1) * self.block_size
+            self.key_due[rows] = np.where(self.keys_stopped[rows], NEVER, due)
 
     def clear(self, rows: Ints) -> None:
         """Forget the rows; their blocks were released."""
         self.table.clear(rows)
         self.keyed[rows] = 0
         self.skipped[rows] = 0
+        self.keys_stopped[rows] = False
         self.sync(rows)
 
-    def row_arrays(self) -> tuple[NDArray[np.int32], ...]:
+    def row_arrays(self) -> tuple[NDArray[Any], ...]:
         """Arrays that move with a row, besides the table."""
-        return self.capacity, self.keyed, self.key_due, self.skipped
+        return self.capacity, self.keyed, self.key_due, self.skipped, self.keys_stopped

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from blocktable.core.errors import OutOfBlocks
 from blocktable.core.pool import BlockPool
 from blocktable.core.types import BlockIds, Counts
-from blocktable.groups.base import NEVER, Group, Ints
+from blocktable.groups.base import Group, Ints
 from blocktable.groups.keybook import KeyBook, spread
 
 
@@ -268,6 +268,40 @@ class Growth:
 
     # -- shrinking and sharing ------------------------------------------------------------------
 
+    def cut(self, rows: Ints, computed: Ints) -> None:
+        """Keep the blocks that hold the rows' ``computed`` tokens; release the rest with the keys
+        they have. The last one kept may be shared or keyed from now on."""
+        for group in self.groups:
+            self.shrink(group, rows, group.entries_for(computed))
+            group.keyed[rows] = np.minimum(group.keyed[rows], computed // group.block_size)
+            group.sync(rows)
+        self.share_tails(rows)
+
+    def roll_back(self, rows: Ints, computed: Ints) -> BlockIds:
+        """The tokens after ``computed`` count as not computed. Keys of their blocks are withdrawn
+        (see KeyBook.withdraw), except where nothing was scheduled since a fork or truncation;
+        blocks that others share are given up rather than written again."""
+        idle = self.shares_tail[rows]
+        orphans = [np.zeros(0, np.int32)]
+        if self.book is not None:
+            for group in self.keyed_groups:
+                keep = computed[~idle] // group.block_size
+                orphans.append(self.book.withdraw(group, rows[~idle], keep))
+        shared = idle | self._shared_from(rows, computed)
+        if shared.any():
+            self.cut(rows[shared], computed[shared])
+        return np.concatenate(orphans)
+
+    def _shared_from(self, rows: Ints, computed: Ints) -> NDArray[np.bool_]:
+        """Rows that share a block the tokens after ``computed`` are written into."""
+        shared = np.zeros(len(rows), np.bool_)
+        for group in self.groups:
+            start = np.minimum(computed // group.block_size, group.table.counts[rows])
+            owner, column = spread(np.arange(len(rows)), start, group.table.counts[rows] - start)
+            blocks = group.table.rows[rows[owner], column]
+            shared[owner[self.pool.ref[blocks] > 1]] = True
+        return shared
+
     def shrink(self, group: Group, rows: Ints, entries: Ints) -> None:
         """Cut rows to at most ``entries`` and release what is beyond, tail first."""
         counts = group.table.counts[rows]
@@ -315,6 +349,7 @@ class Growth:
             group.table.append(new_rows, keep, np.tile(entries, len(new_rows)))
             group.keyed[new_rows] = group.keyed[row]
             group.skipped[new_rows] = group.skipped[row]
+            group.keys_stopped[new_rows] = group.keys_stopped[row]
             group.sync(new_rows)
         self.share_tails(np.append(new_rows, row))
 
@@ -329,8 +364,8 @@ class Growth:
     def stop_keys(self, rows: Ints) -> None:
         """The rows get no keys any more."""
         for group in self.groups:
-            group.keyed[rows] = NEVER // group.block_size - 1
-            group.key_due[rows] = NEVER
+            group.keys_stopped[rows] = True
+            group.sync(rows)
 
     # -- keys -----------------------------------------------------------------------------------
 

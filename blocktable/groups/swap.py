@@ -23,7 +23,8 @@ class SwapPlan(NamedTuple):
 
 class SwappedRow(NamedTuple):
     """A request in host memory. ``columns`` are where ``plan.host`` belong in the rows; the
-    other entries of each group's ``counts[g]`` were null."""
+    other entries of each group's ``counts[g]`` were null. ``cleared`` counts the cache's
+    invalidations when its KV was computed; -1 if keys must never be given."""
 
     plan: SwapPlan
     columns: Counts
@@ -31,6 +32,7 @@ class SwappedRow(NamedTuple):
     sequence: TokenSequence
     tokens: TokenIds
     num_computed: int
+    cleared: int
 
 
 def host_layout(groups: tuple[Group, ...], row: int) -> tuple[Counts, Counts, BlockIds, Counts]:

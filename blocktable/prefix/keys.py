@@ -51,13 +51,11 @@ class MediaItem(NamedTuple):
     identity: bytes | str
 
 
-def _as_bytes(name: str, value: bytes | str | int) -> bytes:
+def _as_bytes(name: str, value: bytes | str) -> bytes:
     if isinstance(value, str):
         return b"s" + value.encode()
     if isinstance(value, (bytes, bytearray)):
         return b"b" + bytes(value)
-    if isinstance(value, int) and not isinstance(value, bool):
-        return b"i" + str(value).encode()
     raise RequestError(f"{name} must be bytes or str, got {type(value).__name__}")
 
 
@@ -77,7 +75,12 @@ class KeyHasher:
             raise ConfigError(f"unknown hash {algorithm!r}; known: {', '.join(KEY_BYTES)}")
         self.algorithm = algorithm
         self.key_bytes = KEY_BYTES[algorithm]
-        secret = os.urandom(32) if seed is None else _as_bytes("seed", seed)
+        if seed is None:
+            secret = os.urandom(32)
+        elif isinstance(seed, int):
+            secret = b"i" + str(int(seed)).encode()
+        else:
+            secret = _as_bytes("seed", seed)
         self._prefix = (
             _frame(b"domn", ROOT_DOMAIN)
             + _frame(b"algo", algorithm.encode())

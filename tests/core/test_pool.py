@@ -41,7 +41,7 @@ def test_releasing_more_often_than_held_changes_nothing(times: int) -> None:  # 
 def test_error_names_block_and_request_and_keeps_the_others() -> None:
     pool = BlockPool(8)
     held = pool.take(3)
-    with pytest.raises(BlockStateError, match="block 7 is released by request 'a'.*free"):
+    with pytest.raises(BlockStateError, match=r"block 7 is released by request 'a'.*free"):
         pool.release(np.append(held, 7).astype(np.int32), request="a")
     assert pool.used == 3 and pool.ref[held].tolist() == [1, 1, 1]
 
