@@ -83,7 +83,9 @@ def _runner(options: EngineOptions, batched: int, *parts: Any) -> ModelRunner:
         "attend": paged_attention, "write": write_kv, "num_host_blocks": options.num_host_blocks,
     }  # fmt: skip
     if not options.on_gpu:
-        return ModelRunner(*parts, **backend)
+        from blocktable.attention.cpu.backend import plan_step
+
+        return ModelRunner(*parts, prepare=plan_step, **backend)
     from blocktable.engine.gpu.runner import GraphRunner
 
     return GraphRunner(

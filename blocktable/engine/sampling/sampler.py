@@ -60,6 +60,17 @@ class _Plan(NamedTuple):
     any_min_p: bool
 
 
+def most_likely(logits: Tensor) -> Tensor:
+    """int64 [n]: the first of each row's largest logits.
+
+    On a CPU by NumPy, whose argmax is vectorised: [32, 49152] takes 0.06 ms in float32 and 0.26 ms
+    from bfloat16 (one thread), where torch takes 0.86 and 5.0 ms.
+    """
+    if logits.device.type != "cpu":
+        return logits.argmax(-1)
+    return torch.from_numpy(logits.float().numpy().argmax(-1))
+
+
 class Sampler:
     """Draws one token for each row of a batch.
 
@@ -160,7 +171,7 @@ class Sampler:
         simple = not (len(plan.logprobs) or len(plan.penalised) or len(plan.listed))
         simple = simple and not len(plan.ends) and mask is None and not guided
         if simple and not len(plan.random):
-            return SamplerOutput(logits.argmax(-1), None)
+            return SamplerOutput(most_likely(logits), None)
         logits = logits.float()
         raw = self._rows_of(logits, plan.logprobs).clone() if len(plan.logprobs) else None
         self._shape(logits, rows, positions, plan, mask)
@@ -267,9 +278,9 @@ class Sampler:
         self, logits: Tensor, rows: RowIds, positions: NDArray[np.int64], plan: _Plan
     ) -> Tensor:
         if not len(plan.random):
-            return logits.argmax(-1)
+            return most_likely(logits)
         everywhere = len(plan.random) == len(rows)
-        tokens = None if everywhere else logits.argmax(-1)
+        tokens = None if everywhere else most_likely(logits)
         drawn = self._draw_random(logits, rows, positions, plan)
         if tokens is None:
             return drawn
