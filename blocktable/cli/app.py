@@ -146,6 +146,61 @@ def replay(
 
 
 @app.command()
+def simulate(
+    trace: Annotated[Path, typer.Option(help="JSON-lines trace of requests.")],
+    blocks: Annotated[str | None, typer.Option(help="Usable blocks, or 'unbounded'.")] = None,
+    memory_gb: Annotated[float, typer.Option(help="KV memory where no --blocks is given.")] = 80.0,
+    tokens_per_hash: Annotated[int, typer.Option(help="Tokens of a hash id (= block size).")] = 512,
+    eviction: Annotated[str, typer.Option(help="Eviction policy of the prefix cache.")] = "lru",
+    policy: Annotated[str, typer.Option(help="fcfs or priority.")] = "fcfs",
+    max_num_seqs: opt.MaxNumSeqs = 256,
+    max_num_batched_tokens: Annotated[int, typer.Option(help="Tokens of a step.")] = 8192,
+    prefix_caching: opt.PrefixCaching = True,
+    kv_bytes_per_token: Annotated[int, typer.Option(help="KV bytes of a token.")] = 131072,
+    parameters: Annotated[float, typer.Option(help="Parameters of the model.")] = 8.0e9,
+    devices: Annotated[int, typer.Option(help="Devices that share the model.")] = 2,
+    limit: Annotated[int | None, typer.Option(help="Take only so many requests.")] = None,
+    sweep: Annotated[
+        str | None, typer.Option(help="Pool sizes in GB with commas, or 'default'.")
+    ] = None,
+    plot: Annotated[Path | None, typer.Option(help="PNG to draw.")] = Path("simulate.png"),
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write the figures here.")
+    ] = None,
+) -> None:
+    """Replay a request trace through the real manager and scheduler, on a stated step time."""
+    from blocktable.sim.command import SimCommand, parse_sizes, run
+    from blocktable.sim.simulator import SimOptions
+    from blocktable.sim.step_time import StepTimeModel
+
+    step_time = StepTimeModel(
+        num_parameters=parameters, kv_bytes_per_token=kv_bytes_per_token, devices=devices
+    )
+    options = SimOptions(
+        step_time=step_time, max_num_seqs=max_num_seqs, policy=policy, eviction=eviction,
+        max_num_batched_tokens=max_num_batched_tokens, enable_caching=prefix_caching,
+    )  # fmt: skip
+    run(
+        SimCommand(
+            trace=trace, blocks=blocks, memory_gb=memory_gb, block_size=tokens_per_hash,
+            limit=limit, sweep_gb=parse_sizes(sweep) if sweep else (), json_file=json_file,
+            plot=plot, options=options,
+        )
+    )  # fmt: skip
+
+
+@app.command()
+def soak(
+    minutes: Annotated[float, typer.Option(help="How long.")] = 10.0,
+    seed: Annotated[int, typer.Option(help="Seed of the first round.")] = 0,
+) -> None:
+    """Random traffic over tiny pools; everything is recounted after each operation."""
+    from blocktable.check.soak import main
+
+    raise typer.Exit(main(["--minutes", str(minutes), "--seed", str(seed)]))
+
+
+@app.command()
 def plan(
     model: Annotated[str, typer.Argument(help="A config.json, a directory with one, or an id.")],
     gpu: Annotated[str, typer.Option(help="Device to plan for.")] = "h200",

@@ -4,6 +4,7 @@ step-time model drives. Nothing is computed; every decision is the one a server 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import cast
 
 import numpy as np
 
@@ -31,7 +32,8 @@ class SimOptions:
     step_time: StepTimeModel = field(default_factory=StepTimeModel)
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 8192
-    policy: Policy = "fcfs"
+    policy: str = "fcfs"
+    """fcfs or priority, as in ``SchedulerConfig``."""
     watermark: float = 0.01
     full_sequence_must_fit: bool = True
     enable_caching: bool = True
@@ -82,7 +84,7 @@ class _Simulation:
             SchedulerConfig(
                 max_num_seqs=options.max_num_seqs,
                 max_num_batched_tokens=options.max_num_batched_tokens,
-                policy=options.policy,
+                policy=cast(Policy, options.policy),  # checked there
                 watermark=options.watermark,
                 full_sequence_must_fit=options.full_sequence_must_fit,
                 max_model_len_must_fit=False,
