@@ -6,12 +6,12 @@ on the host (lengths and the block table), so planning never waits for the devic
 
     decode row, 9000 keys    -> items [0, 3008) [3008, 6016) [6016, 9000), merged by the last to end
     4 rows behind a prefix   -> a tile item reads the prefix once for all four (partial results);
-                                one small item each reads the row's own keys and merges both
+                                one small item each reads the row's own keys; then both merge
     prefill chunk of 512     -> tile items of 128 packed rows, longest first
 
-Small items (at most 16 packed rows) and tile items go to two launches of the same kernel, tiles
-first. A token read in several pieces has one partial slot per piece, shared pieces first; they are
-merged by their log-sum-exp, by whichever of its own items ends last.
+Small items (at most 16 packed rows) and tile items go to two launches that overlap. A token read in
+several pieces has one partial slot per piece, shared pieces first. They are merged by their
+log-sum-exp: by the item of the token that ends last, or, behind a shared prefix, by a third launch.
 """
 
 from __future__ import annotations
@@ -23,10 +23,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from blocktable.attention.plan_items import (
+    TOKEN_WIDTH,
     Int32s,
     Int64s,
     NodeItems,
     RowSet,
+    field,
     idle_items,
     longest_first,
     node_items,
@@ -40,6 +42,13 @@ SMALL_M: Final = 16
 """Packed rows of a small item: the height of one tensor-core fragment."""
 _KEY_STEP: Final = 64
 """Pieces are multiples of this many keys, the kernels' usual tile."""
+_START_KEYS: Final = 32
+"""What starting an item costs, in keys it could have read."""
+_MERGE_KEYS: Final = 64
+"""What writing and merging a piece costs, likewise."""
+_OVERLAP: Final = 220
+"""A tile item may take as many keys as it multiplies in 0.6 of the time of the small items beside
+it: their keys x KV heads over this number (an H200 reads 8400 of them a us and multiplies 64)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +93,10 @@ class PlanConfig:
         """Query heads per KV head."""
         return self.num_q_heads // self.num_kv_heads
 
+    def slots(self, workers: int) -> int:
+        """Items that run at once for each KV head."""
+        return max(workers // self.num_kv_heads, 1)
+
     def tile_rows(self, packed: int) -> int:
         """Packed rows of a tile for at most ``packed`` live ones."""
         return next((size for size in self.tile_sizes if size >= packed), self.tile_sizes[-1])
@@ -99,7 +112,9 @@ class PlanConfig:
 class AttentionPlan(NamedTuple):
     """Items of one attention call; valid while lengths, rows and table entries stay as they are.
 
-    small: int32 [s, 16] and tile: int32 [t, 16], see plan_items.ITEM_FIELDS. tokens: int32 [k, 4].
+    small: int32 [s, 16] and tile: int32 [t, 16], see plan_items.ITEM_FIELDS. tokens: int32 [k, 4],
+    query tokens that tiles gather. merges: int32 [m, 4], tokens behind shared prefixes with their
+    first slot and number of pieces, merged by a launch of its own.
     tile_m: packed rows of a tile item. num_tokens: query tokens covered.
     num_slots, num_counters: partial slots and counters in use. nodes: shared prefixes found.
     """
@@ -107,11 +122,17 @@ class AttentionPlan(NamedTuple):
     small: Int32s
     tile: Int32s
     tokens: Int32s
+    merges: Int32s
     tile_m: int
     num_tokens: int
     num_slots: int
     num_counters: int
     nodes: tuple[SharedNode, ...]
+
+    @property
+    def tile_merges(self) -> bool:
+        """Whether some tile items are pieces that merge among themselves."""
+        return bool((field(self.tile, "own_pieces") * (field(self.tile, "slot") >= 0)).any())
 
     @property
     def shares(self) -> bool:
@@ -166,7 +187,7 @@ def plan_attention(
     return AttentionPlan(
         np.concatenate((longest_first(_own(config, sets.small, SMALL_M)), idle)),
         longest_first(np.concatenate((_own(config, sets.tile, tile_m), shared.items))),
-        shared.tokens, tile_m, num_tokens, sets.num_slots, sets.num_counters,
+        shared.tokens, _merges(sets.small), tile_m, num_tokens, sets.num_slots, sets.num_counters,
         tuple(sharing.nodes),
     )  # fmt: skip
 
@@ -204,26 +225,43 @@ def _share(
     keys = np.array([(node.end - node.start) * config.block_size for node in nodes], np.int64)
     tiles = -(-rows_of_node * config.group // tile_m)
     work = int((keys * tiles).sum()) * config.num_kv_heads
-    piece = max(config.min_tile_piece, work / max(config.num_tile_workers, 1))
+    for node in nodes:
+        own_start[node.rows] = node.end * config.block_size
+    beside = int((lens - own_start)[rows].sum()) * config.num_kv_heads
+    balanced = work / max(config.num_tile_workers, 1)
+    piece = max(config.min_tile_piece, balanced, beside / _OVERLAP)
     pieces = np.maximum(np.rint(keys / piece).astype(np.int64), 1)
     for node, number in zip(nodes, pieces.tolist(), strict=True):
-        own_start[node.rows] = node.end * config.block_size
         row_pieces[node.rows] += number
     return _Sharing(nodes, pieces, own_start, row_pieces, tile_m if nodes else 0)
 
 
-def _piece_keys(own_keys: Int64s, work: int, workers: int, least: int) -> Int64s:
-    """Keys of a piece for each row, so that ``work`` (keys x tiles x KV heads) fills the workers.
+def _piece_keys(own_keys: Int64s, tiles: Int64s, slots: int, least: int) -> Int64s:
+    """Keys of a piece for each row, equal within a row: the cut that should end first.
 
-    A batch whose longest row is below 1.25 pieces stays whole: cutting would add a merge and gain
-    no balance. The pieces of a row are equal.
+    slots: items per KV head that run at once; cutting adds at most as many. Items start longest
+    first, so round r of them takes about as long as item r * slots; a few numbers of pieces of the
+    longest row are tried. (On an H200, 16 rows of 32768 keys in 4, 5 and 8 pieces took 495, 694 and 612 us:
+    one full round, a second one nearly empty, a third one nearly empty.)
     """
-    piece = max(least, -(-work // max(workers, 1)))
     longest = int(own_keys.max(initial=0))
-    if longest <= piece * 1.25:
-        piece = max(longest, 1)
-    count = np.maximum(-(-own_keys // piece), 1)
-    return np.maximum(-(-own_keys // (count * _KEY_STEP)) * _KEY_STEP, _KEY_STEP)
+    if longest <= least:
+        return np.full(own_keys.size, max(longest, _KEY_STEP))
+    ideal = longest * slots / int((own_keys * tiles).sum())
+    tries = {max(int(ideal * rounds) + up, 1) for rounds in (1, 2, 3, 4) for up in (0, 1)} | {1}
+    best, best_time = own_keys, float("inf")
+    for count in sorted(min(number, longest // least) for number in tries):
+        piece = -(-longest // count)
+        pieces = np.maximum(-(-own_keys // piece), 1)
+        if count > 1 and int((pieces * tiles).sum()) > int(tiles.sum()) + slots:
+            break
+        keys = -(-own_keys // (pieces * _KEY_STEP)) * _KEY_STEP
+        lengths = np.repeat(keys + _START_KEYS + _MERGE_KEYS * (pieces > 1), pieces * tiles)
+        lengths.sort()
+        time = int(lengths[::-1][::slots].sum())
+        if time < best_time:
+            best, best_time = keys, time
+    return np.maximum(best, _KEY_STEP)
 
 
 def _row_sets(
@@ -245,11 +283,11 @@ def _row_sets(
         )  # fmt: skip
         kv_start = np.maximum(sharing.own_start[rows], first)
         own_keys, tiles = seq_len - kv_start, -(-query_len * config.group // block_m)
-        work = int((own_keys * tiles).sum()) * config.num_kv_heads
-        piece = _piece_keys(own_keys, work, workers, least)
+        piece = _piece_keys(own_keys, tiles, config.slots(workers), least)
         own, shared = np.maximum(-(-own_keys // piece), 1), sharing.row_pieces[rows]
         split = own + shared > 1
-        row_slots, row_counters = np.where(split, (own + shared) * query_len, 0), tiles * split
+        row_slots = np.where(split, (own + shared) * query_len, 0)
+        row_counters = tiles * (split & (shared == 0))  # behind a prefix, the merge launch counts
         made.append(RowSet(
             rows, starts[:-1][rows], query_len, seq_len, kv_start, piece, own, shared,
             np.where(split, slots + np.cumsum(row_slots) - row_slots, -1),
@@ -264,6 +302,15 @@ def _own(config: PlanConfig, rows: RowSet, block_m: int) -> Int32s:
         rows, config.group, block_m,
         causal=config.causal, window=config.sliding_window, chunk=config.chunk,
     )  # fmt: skip
+
+
+def _merges(rows: RowSet) -> Int32s:
+    """Token, first slot and pieces of every row behind a shared prefix."""
+    behind = rows.shared > 0
+    merges = np.zeros((int(behind.sum()), TOKEN_WIDTH), dtype=np.int32)
+    merges[:, 0], merges[:, 1] = rows.query_start[behind], rows.slot[behind]
+    merges[:, 2] = (rows.own + rows.shared)[behind]
+    return merges
 
 
 def _shared_items(

@@ -105,7 +105,7 @@ def own_items(
         which.size, table_row=rows.row[which], kv_start=begin, kv_end=np.maximum(begin, stop),
         query_start=rows.query_start[which], packed_start=packed_start, packed_rows=packed_rows,
         position=position, slot=rows.slot[which], slot_stride=(rows.own + rows.shared)[which],
-        piece=rows.shared[which] + piece, own_pieces=rows.own[which],
+        piece=rows.shared[which] + piece, own_pieces=np.where(rows.shared == 0, rows.own, 0)[which],
         counter=rows.counter[which] + tile,
     )  # fmt: skip
 

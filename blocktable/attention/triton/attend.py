@@ -3,8 +3,8 @@
 The same code decodes (16 packed rows), reads shared prefixes and prefills (64 or 128 packed rows);
 only the sizes differ. A program walks its key range in tiles of BLOCK_N, looks the pages of a tile
 up as one vector, keeps a running softmax, and writes its result or, for a piece of a longer row, a
-partial result with its log-sum-exp. The last piece of a token to finish merges all of them, so no
-merge launch is needed.
+partial result with its log-sum-exp. The last piece of a token to finish merges all of them, so a
+batch without shared prefixes needs no merge launch.
 
 Packed rows: the ``GROUP`` query heads that share a KV head lie beside each other, so row m of an
 item is token ``m // GROUP``, head ``kv_head * GROUP + m % GROUP``: the keys are read once for all.
@@ -18,8 +18,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-LOG2E = tl.constexpr(1.4426950408889634)
-LN2 = tl.constexpr(0.6931471805599453)
+from blocktable.attention.triton.merge import (
+    LN2,
+    LOG2E,
+    finish,
+    finish_row,
+    merge_pieces,
+    merge_row,
+)
 
 
 @triton.jit
@@ -41,54 +47,6 @@ def _dot(a, b, acc, PRECISION: tl.constexpr, WIDE: tl.constexpr):
 
 
 @triton.jit
-def _finish(acc, top, total, sink, HAS_SINK: tl.constexpr):
-    """Normalised result and base-2 log denominator of running sums; zeros where no key was seen."""
-    if HAS_SINK:
-        new_top = tl.maximum(top, sink)
-        shrink = tl.exp2(top - new_top)
-        total = total * shrink + tl.exp2(sink - new_top)
-        acc = acc * shrink[:, None]
-        top = new_top
-    seen = total > 0
-    lse = tl.where(seen, top + tl.log2(tl.where(seen, total, 1.0)), float("-inf"))
-    return acc / tl.where(seen, total, 1.0)[:, None], lse
-
-
-@triton.jit
-def _merge_pieces(
-    part_out, part_lse, first_row, pieces, piece_rows, dims, live, DV: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr, UNROLL: tl.constexpr,
-):  # fmt: skip
-    """Running sums over the partial results of every packed row.
-
-    first_row: [BLOCK_M] row of a token's first slot in part_out [slots * Hq, DV]; its pieces lie
-    piece_rows apart. Loads of UNROLL pieces are in flight together.
-    """
-    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    for i in range(0, pieces):
-        lse = tl.load(part_lse + first_row + i * piece_rows, mask=live, other=float("-inf"),
-                      cache_modifier=".cg")  # fmt: skip
-        top = tl.maximum(top, lse)
-    safe_top = tl.where(top == float("-inf"), 0.0, top)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-    dim_mask = (dims < DV)[None, :]
-    for i in range(0, pieces, UNROLL):
-        for j in tl.static_range(UNROLL):
-            row = first_row + (i + j) * piece_rows
-            use = live & (tl.zeros([BLOCK_M], tl.int32) + (i + j) < pieces)
-            lse = tl.load(part_lse + row, mask=use, other=float("-inf"), cache_modifier=".cg")
-            part = tl.load(
-                part_out + row[:, None] * DV + dims[None, :], mask=use[:, None] & dim_mask,
-                other=0.0, cache_modifier=".cg",
-            )  # fmt: skip
-            weight = tl.exp2(lse - safe_top)
-            total += weight
-            acc += part * weight[:, None]
-    return acc, top, total
-
-
-@triton.jit
 def attend_kernel(
     query, k_cache, v_cache, block_table, items, tokens, out, lse_out,
     part_out, part_lse, counters, sinks, slopes, k_scale, v_scale,
@@ -102,19 +60,20 @@ def attend_kernel(
     HAS_SINK: tl.constexpr, HAS_ALIBI: tl.constexpr, K_SCALED: tl.constexpr,
     V_SCALED: tl.constexpr, HAS_LSE: tl.constexpr, V_IN_K: tl.constexpr, GATHERS: tl.constexpr,
     SKIP_MASK: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr,
-    STARTS_NEXT: tl.constexpr, FOLLOWS: tl.constexpr,
+    STARTS_NEXT: tl.constexpr, FOLLOWS: tl.constexpr, MERGE_P: tl.constexpr,
 ):  # fmt: skip
-    """One item for one KV head; grid (items, HKV). Items: plan_items.ITEM_FIELDS.
+    """One item for one KV head; grid (HKV, items). Items: plan_items.ITEM_FIELDS.
 
     D1 + D2 cover D, BLOCK_DV covers DV. WINDOW and CHUNK are 0 when off. V_IN_K: values are the
     first DV of a key (latent attention), read once. STARTS_NEXT and FOLLOWS chain two launches
-    that overlap: the second waits for the first only before it merges.
+    that overlap: the second ends only when the first has.
     """
     if STARTS_NEXT:
         tl.extra.cuda.gdc_launch_dependents()
     GROUP: tl.constexpr = HQ // HKV
-    item = items + tl.program_id(0) * 16
-    kv_head = tl.program_id(1)
+    UNROLL: tl.constexpr = 4 if BLOCK_M * BLOCK_DV <= 4096 else 1
+    item = items + tl.program_id(1) * 16
+    kv_head = tl.program_id(0)
     packed_rows = tl.load(item + 5)
     if packed_rows > 0:
         row = tl.load(item).to(tl.int64)
@@ -228,13 +187,13 @@ def attend_kernel(
         o_mask = live[:, None] & (dims_v < DV)[None, :]
         lse_rows = token.to(tl.int64) * HQ + head
         if (slot < 0) & (gathered == 0):
-            result, lse = _finish(acc, top, total, sink, HAS_SINK)
+            result, lse = finish(acc, top, total, sink, HAS_SINK)
             stored = (result * out_factor).to(out.dtype.element_ty)
             tl.store(out + o_rows[:, None] + dims_v[None, :], stored, mask=o_mask)
             if HAS_LSE:
                 tl.store(lse_out + lse_rows, lse * LN2, mask=live)
         else:
-            part, lse = _finish(acc, top, total, sink, False)
+            part, lse = finish(acc, top, total, sink, False)
             part_row = first_slot.to(tl.int64) * HQ + head
             mine = part_row + piece * HQ
             tl.store(part_out + mine[:, None] * DV + dims_v[None, :], part, mask=o_mask)
@@ -242,19 +201,42 @@ def attend_kernel(
             own_pieces = tl.load(item + 11)
             if own_pieces > 0:
                 counter = counters + tl.load(item + 12) * HKV + kv_head
-                if FOLLOWS:
-                    tl.extra.cuda.gdc_wait()
                 tl.debug_barrier()
                 if tl.atomic_add(counter, 1, sem="acq_rel") == own_pieces - 1:
                     tl.store(counter, 0)
-                    whole, whole_top, whole_total = _merge_pieces(
-                        part_out, part_lse, part_row, tl.load(item + 9), HQ, dims_v, live, DV,
-                        BLOCK_M, BLOCK_DV, 4,
-                    )  # fmt: skip
-                    merged, merged_lse = _finish(whole, whole_top, whole_total, sink, HAS_SINK)
-                    final = (merged * out_factor).to(out.dtype.element_ty)
-                    tl.store(out + o_rows[:, None] + dims_v[None, :], final, mask=o_mask)
-                    if HAS_LSE:
-                        tl.store(lse_out + lse_rows, merged_lse * LN2, mask=live)
+                    pieces = tl.load(item + 9)
+                    if (BLOCK_M > 16) | (pieces <= 4):
+                        whole, whole_top, whole_total = merge_pieces(
+                            part_out, part_lse, part_row, pieces, HQ, dims_v, live, DV,
+                            BLOCK_M, BLOCK_DV, UNROLL,
+                        )  # fmt: skip
+                        merged, merged_lse = finish(whole, whole_top, whole_total, sink, HAS_SINK)
+                        final = (merged * out_factor).to(out.dtype.element_ty)
+                        tl.store(out + o_rows[:, None] + dims_v[None, :], final, mask=o_mask)
+                        if HAS_LSE:
+                            tl.store(lse_out + lse_rows, merged_lse * LN2, mask=live)
+                    else:
+                        for r in range(0, packed_rows):
+                            packed = packed_start + r
+                            r_head = kv_head * GROUP + packed % GROUP
+                            r_token = (query_start + packed // GROUP).to(tl.int64)
+                            r_slot = (slot + packed // GROUP * pieces).to(tl.int64)
+                            r_acc, r_top, r_total = merge_row(
+                                part_out, part_lse, r_slot * HQ + r_head, pieces, HQ, dims_v, DV,
+                                BLOCK_DV, MERGE_P,
+                            )  # fmt: skip
+                            r_sink = 0.0
+                            if HAS_SINK:
+                                r_sink = tl.load(sinks + r_head).to(tl.float32) * LOG2E
+                            r_out, r_lse = finish_row(r_acc, r_top, r_total, r_sink, HAS_SINK)
+                            tl.store(
+                                out + r_token * o_token + r_head * o_head + dims_v,
+                                (r_out * out_factor).to(out.dtype.element_ty), mask=dims_v < DV,
+                            )  # fmt: skip
+                            if HAS_LSE:
+                                tl.store(lse_out + r_token * HQ + r_head, r_lse * LN2)
     if FOLLOWS:
-        tl.extra.cuda.gdc_wait()
+        # One waiting program is enough to keep this launch open until the one before has ended.
+        last = (tl.program_id(1) == tl.num_programs(1) - 1) & (kv_head == 0)
+        if last:
+            tl.extra.cuda.gdc_wait()

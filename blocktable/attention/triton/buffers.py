@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from blocktable.attention.plan import AttentionPlan, PlanConfig
+from blocktable.attention.plan import SMALL_M, AttentionPlan, PlanConfig
 from blocktable.attention.plan_items import ITEM_WIDTH, TOKEN_WIDTH
 from blocktable.core.errors import ConfigError
 
@@ -30,13 +30,16 @@ class Workspace(NamedTuple):
 
 
 class DevicePlan(NamedTuple):
-    """A plan on the device. small [s, 16], tile [t, 16], tokens [k, 4] int32; empty = no launch."""
+    """A plan on the device: small [s, 16], tile [t, 16], tokens and merges [k, 4] int32. An empty
+    one is no launch."""
 
     small: torch.Tensor
     tile: torch.Tensor
     tokens: torch.Tensor
+    merges: torch.Tensor
     tile_m: int
     gathers: bool
+    tile_merges: bool
     workspace: Workspace
 
 
@@ -57,15 +60,23 @@ def upload_plan(
     plan: AttentionPlan, config: PlanConfig, value_size: int, device: torch.device
 ) -> DevicePlan:
     """A plan for one call, in memory of its own."""
-    packed = np.concatenate((plan.small.ravel(), plan.tile.ravel(), plan.tokens.ravel()))
-    words = torch.from_numpy(packed)
+    parts = (plan.small, plan.tile, plan.tokens, plan.merges)
+    words = torch.from_numpy(np.concatenate([part.ravel() for part in parts]))
     if device.type == "cuda":
         words = words.pin_memory().to(device, non_blocking=True)
-    small, tile, tokens = words.split([plan.small.size, plan.tile.size, plan.tokens.size])
+    workspace = make_workspace(plan.num_slots, plan.num_counters, config, value_size, device)
+    sizes = [part.size for part in parts]
+    return _view(words, sizes, plan.tile_m, plan.shares, plan.tile_merges, workspace)
+
+
+def _view(
+    words: torch.Tensor, sizes: list[int], tile_m: int, gathers: bool, tile_merges: bool,
+    workspace: Workspace,
+) -> DevicePlan:  # fmt: skip
+    small, tile, tokens, merges = words.split(sizes)
     return DevicePlan(
         small.view(-1, ITEM_WIDTH), tile.view(-1, ITEM_WIDTH), tokens.view(-1, TOKEN_WIDTH),
-        plan.tile_m, plan.shares,
-        make_workspace(plan.num_slots, plan.num_counters, config, value_size, device),
+        merges.view(-1, TOKEN_WIDTH), tile_m, gathers, tile_merges, workspace,
     )  # fmt: skip
 
 
@@ -81,23 +92,26 @@ class PlanBuffers:
         self, config: PlanConfig, value_size: int, num_rows: int, device: torch.device | str,
         *, max_tiles: int = 0, workspace: Workspace | None = None, staging: int = 3,
     ) -> None:  # fmt: skip
-        self.config, self.num_rows, self.max_tiles = config, num_rows, max_tiles
+        self.num_rows, self.max_tiles = num_rows, max_tiles
         self.device = torch.device(device)
-        # Cutting work into pieces of work / workers adds at most workers / Hkv of them.
-        self.max_small = num_rows + -(-config.num_workers // config.num_kv_heads)
+        self.max_small = num_rows + config.slots(config.num_workers)
+        self.config = config
         self.tile_m = config.tile_sizes[-1]
+        self.tile_merges = config.group > SMALL_M  # decoding rows are tiles themselves
         self.max_tokens = max_tiles * max(self.tile_m // config.group, 1)
         self.max_slots = self.max_small + self.max_tokens
-        self._words = (
-            self.max_small * ITEM_WIDTH + max_tiles * ITEM_WIDTH + self.max_tokens * TOKEN_WIDTH
-        )
+        self._sizes = [
+            self.max_small * ITEM_WIDTH, max_tiles * ITEM_WIDTH, self.max_tokens * TOKEN_WIDTH,
+            (num_rows if max_tiles else 0) * TOKEN_WIDTH,
+        ]  # fmt: skip
+        words = sum(self._sizes)
         self.workspace = workspace or make_workspace(
             self.max_slots, num_rows, config, value_size, self.device
         )
-        self._device_words = torch.zeros(self._words, dtype=torch.int32, device=self.device)
+        self._device_words = torch.zeros(words, dtype=torch.int32, device=self.device)
         pin = self.device.type == "cuda"
         self._staging = [
-            torch.zeros(self._words, dtype=torch.int32, pin_memory=pin) for _ in range(staging)
+            torch.zeros(words, dtype=torch.int32, pin_memory=pin) for _ in range(staging)
         ]
         self._copied: list[torch.cuda.Event | None] = [None] * staging
         self._turn = 0
@@ -105,16 +119,9 @@ class PlanBuffers:
     @property
     def plan(self) -> DevicePlan:
         """The plan in the buffers; its tensors keep their addresses for the buffers' life."""
-        small, tile, tokens = self._device_words.split(
-            [
-                self.max_small * ITEM_WIDTH,
-                self.max_tiles * ITEM_WIDTH,
-                self.max_tokens * TOKEN_WIDTH,
-            ]
-        )
-        return DevicePlan(
-            small.view(-1, ITEM_WIDTH), tile.view(-1, ITEM_WIDTH), tokens.view(-1, TOKEN_WIDTH),
-            self.tile_m, self.max_tiles > 0, self.workspace,
+        return _view(
+            self._device_words, self._sizes, self.tile_m, self.max_tiles > 0, self.tile_merges,
+            self.workspace,
         )  # fmt: skip
 
     def fits(self, plan: AttentionPlan) -> bool:
@@ -123,9 +130,11 @@ class PlanBuffers:
             len(plan.small) <= self.max_small
             and len(plan.tile) <= self.max_tiles
             and len(plan.tokens) <= self.max_tokens
+            and len(plan.merges) * TOKEN_WIDTH <= self._sizes[3]
             and plan.num_slots <= self.workspace.part_out.shape[0]
             and plan.num_counters * self.config.num_kv_heads <= self.workspace.counters.numel()
             and (len(plan.tile) == 0 or plan.tile_m == self.tile_m)
+            and (self.tile_merges or not plan.tile_merges)
         )
 
     def load(self, plan: AttentionPlan) -> None:
@@ -149,11 +158,8 @@ class PlanBuffers:
         words = self._staging[turn].numpy()
         words[:] = 0
         at = 0
-        for part, room in (
-            (plan.small, self.max_small * ITEM_WIDTH),
-            (plan.tile, self.max_tiles * ITEM_WIDTH),
-            (plan.tokens, self.max_tokens * TOKEN_WIDTH),
-        ):
+        parts = (plan.small, plan.tile, plan.tokens, plan.merges)
+        for part, room in zip(parts, self._sizes, strict=True):
             words[at : at + part.size] = part.ravel()
             at += room
         self._device_words.copy_(self._staging[turn], non_blocking=True)
@@ -161,5 +167,3 @@ class PlanBuffers:
             event = event or torch.cuda.Event()
             event.record()
             self._copied[turn] = event
-
-

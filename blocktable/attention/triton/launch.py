@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -10,6 +10,9 @@ from blocktable.attention.options import AttentionOptions, AttentionOutput, chec
 from blocktable.attention.plan import SMALL_M, PlanConfig, plan_attention
 from blocktable.attention.triton.attend import attend_kernel
 from blocktable.attention.triton.buffers import DevicePlan, PlanBuffers, upload_plan
+from blocktable.attention.triton.layer import LayerTensors
+from blocktable.attention.triton.merge import merge_kernel
+from blocktable.attention.triton.tile_launch import run_tiles, takes
 from blocktable.attention.triton.tuning import (
     KernelSizes,
     next_power,
@@ -21,21 +24,10 @@ from blocktable.attention.triton.tuning import (
 from blocktable.core.errors import ConfigError
 
 Scale = float | torch.Tensor | None
-
-
-class LayerTensors(NamedTuple):
-    """What differs between the layers of one step."""
-
-    query: torch.Tensor
-    k_cache: torch.Tensor
-    v_cache: torch.Tensor
-    block_table: torch.Tensor
-    out: torch.Tensor
-    lse: torch.Tensor | None
-    sinks: torch.Tensor | None
-    alibi_slopes: torch.Tensor | None
-    k_scale: torch.Tensor | None
-    v_scale: torch.Tensor | None
+MAX_ITEMS = 65535
+"""Limit of CUDA on the second dimension of a grid."""
+MERGE_P = 32
+"""Partial results that a merging program has in flight."""
 
 
 def plan_config(
@@ -113,14 +105,18 @@ def paged_attention(
 
 
 def launch(layer: LayerTensors, options: AttentionOptions, plan: DevicePlan) -> None:
-    """Tile items first, then small items, which merge what the tiles left them."""
-    chained = plan.gathers and len(plan.tile) > 0 and layer.query.is_cuda
-    if len(plan.tile):
+    """Tile items first, small items beside them, then the merge of what they share."""
+    chained = len(plan.merges) > 0 and len(plan.tile) > 0 and layer.query.is_cuda
+    if len(plan.tile) and takes(layer, plan):
+        run_tiles(layer, options, plan, starts_next=chained)
+    elif len(plan.tile):
         sizes = tile_sizes(plan.tile_m, *_kind(layer))
         run_items(layer, options, plan, plan.tile, plan.tile_m, sizes, starts_next=chained)
     if len(plan.small):
         sizes = small_sizes(*_kind(layer))
         run_items(layer, options, plan, plan.small, SMALL_M, sizes, follows=chained)
+    if len(plan.merges):
+        merge_shared(layer, plan)
 
 
 def run_items(
@@ -135,7 +131,9 @@ def run_items(
     if follows:
         launch_options["launch_pdl"] = True  # may start before the launch it follows has ended
     kernel: Any = attend_kernel  # a launcher takes plain numbers for constexpr
-    kernel[(len(items), k.shape[1])](
+    if len(items) > MAX_ITEMS:
+        raise ConfigError(f"{len(items)} items in one launch, at most {MAX_ITEMS}")
+    kernel[(k.shape[1], len(items))](
         q, k, v, layer.block_table, items, plan.tokens, out, layer.lse,
         plan.workspace.part_out, plan.workspace.part_lse, plan.workspace.counters,
         layer.sinks, layer.alibi_slopes, layer.k_scale, layer.v_scale,
@@ -153,8 +151,21 @@ def run_items(
         V_IN_K=shared_values, GATHERS=plan.gathers and block_m > SMALL_M,
         SKIP_MASK=block_m > SMALL_M,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
-        WIDE=not q.is_cuda, STARTS_NEXT=starts_next, FOLLOWS=follows,
+        WIDE=not q.is_cuda, STARTS_NEXT=starts_next, FOLLOWS=follows, MERGE_P=MERGE_P,
         **launch_options,
+    )  # fmt: skip
+
+
+def merge_shared(layer: LayerTensors, plan: DevicePlan) -> None:
+    """One launch: a program per token behind a shared prefix and head."""
+    out, heads, value_size = layer.out, layer.query.shape[1], layer.v_cache.shape[3]
+    kernel: Any = merge_kernel
+    kernel[(heads, len(plan.merges))](
+        plan.merges, plan.workspace.part_out, plan.workspace.part_lse, out, layer.lse,
+        layer.sinks, layer.v_scale, out.stride(0), out.stride(1), _stride(layer.v_scale),
+        HQ=heads, HKV=layer.k_cache.shape[1], DV=value_size, BLOCK_DV=next_power(value_size),
+        HAS_SINK=layer.sinks is not None, V_SCALED=layer.v_scale is not None,
+        HAS_LSE=layer.lse is not None, MERGE_P=8, num_warps=1,
     )  # fmt: skip
 
 

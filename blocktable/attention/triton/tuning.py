@@ -43,7 +43,7 @@ def small_sizes(head_size: int, value_size: int, cache_bytes: int, query_bytes: 
         return KernelSizes(32, 4, 3, 1)
     if head_size > 128:
         return KernelSizes(32, 2, 4, 4)
-    return KernelSizes(64, 2, 5 if cache_bytes == 1 else 4, 4)
+    return KernelSizes(64, 2, 5 if cache_bytes == 1 else 3, 4)
 
 
 def tile_sizes(
@@ -56,10 +56,10 @@ def tile_sizes(
         return KernelSizes(32, 8, 2, 1)
     if head_size > 128:
         return KernelSizes(64, 8, 2, 1)
-    return KernelSizes(64, 8 if block_m == 128 else 4, 3, 1 if block_m == 128 else 2)
+    return KernelSizes(128, 8, 2, 1)
 
 
 def tile_rows(head_size: int, query_bytes: int) -> tuple[int, ...]:
-    """Packed rows that a tile may have: large heads fill the registers with 64."""
-    return (64,) if head_size > 128 or query_bytes > 2 else (64, 128)
-
+    """Packed rows of a tile: large heads fill the registers with 64. One size for all plans of a
+    layer, so that a captured graph fits every one of them."""
+    return (64,) if head_size > 128 or query_bytes > 2 else (128,)
