@@ -124,8 +124,10 @@ class StaticInputs:
             slot.copy_to(target, 0, 4 * (self._fields["positions"].start + 2 * toks))
             ids = self._fields["input_ids"].start
             slot.copy_to(target, 4 * ids, 4 * (ids + toks))
-        host_side = (torch.from_numpy(part) for part in (cpu_starts, cpu_lens, cpu_rows))
-        return StepInputs(*self.at(reqs, toks), *host_side, tokens)
+        return StepInputs(
+            *self.at(reqs, toks), torch.from_numpy(cpu_starts), torch.from_numpy(cpu_lens),
+            torch.from_numpy(cpu_rows), tokens,
+        )  # fmt: skip
 
     def at(self, num_reqs: int, num_tokens: int) -> DeviceInputs:
         """The buffers of a step of that padded size: what a graph is captured with."""

@@ -22,7 +22,7 @@ from numpy.typing import ArrayLike, NDArray
 from blocktable.core.errors import RowError
 from blocktable.core.geometry import SlotGeometry
 from blocktable.core.table import HostTable
-from blocktable.core.types import BlockIds, Counts, RowIds
+from blocktable.core.types import BlockIds
 from blocktable.device.row_sources import SplitRows
 from blocktable.device.slot_mapping import SlotMapper
 from blocktable.device.staging import pin_array
@@ -35,8 +35,8 @@ _INT32_MAX = 2**31 - 1
 class PreparedRows(NamedTuple):
     """Checked arguments of a bulk append, in kernel blocks."""
 
-    rows: RowIds
-    counts: Counts
+    rows: NDArray[np.int64]
+    counts: NDArray[np.int64]
     block_ids: BlockIds
 
 

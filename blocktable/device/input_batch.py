@@ -265,7 +265,7 @@ class InputBatch:
         self._occupied[dst] = occupied
         return Moves(src.astype(np.int32), dst.astype(np.int32))
 
-    def _permute(self, src: RowIds, dst: RowIds) -> None:
+    def _permute(self, src: NDArray, dst: NDArray) -> None:
         """Columns and ids of rows ``src`` go to rows ``dst``."""
         self._real[:, dst] = self._real[:, src]
         self._whole[:, dst] = self._whole[:, src]

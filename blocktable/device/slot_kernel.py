@@ -46,7 +46,7 @@ def slot_mapping_kernel(
         begin = tl.load(starts + request)
         behind = tl.load(starts + request + 1)
         missed = live & ((token < begin) | (token >= behind))
-        if tl.max(missed.to(tl.int32), axis=0) > 0:
+        if tl.max(missed.to(tl.int32), axis=0) > 0:  # pyright: ignore[reportOperatorIssue]
             request = tl.zeros([TILE], tl.int32)
             beyond = tl.zeros([TILE], tl.int32) + num_reqs
             for _ in range(search_steps):

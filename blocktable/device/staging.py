@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import weakref
 from types import TracebackType
+from typing import Any
 
 import numpy as np
 import torch
@@ -92,7 +93,7 @@ def pin_array(array: np.ndarray) -> None:
 
     Raises ConfigError when the driver refuses (too much memory locked already).
     """
-    runtime = torch.cuda.cudart()
+    runtime: Any = torch.cuda.cudart()
     address = array.ctypes.data
     result = runtime.cudaHostRegister(address, array.nbytes, 0)
     if int(result) != 0:

@@ -148,7 +148,9 @@ def _plan_general(
     cells: list[NDArray], cell_values: list[NDArray], groups: Sequence[GroupDelta]
 ) -> UploadPlan:
     """Plan with spans and copies; ``cells`` come from the groups that had only single entries."""
-    operations, values, lengths = [], [], [_NONE]
+    operations: list[NDArray[np.int32]] = []
+    values: list[NDArray[np.int32]] = []
+    lengths: list[NDArray] = [_NONE]
     num_values = 0
     for group in groups:
         found = _group_spans(group, _is_tail(group))

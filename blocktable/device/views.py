@@ -99,7 +99,7 @@ def token_view(table: BlockIds, seq_lens: Counts, page_size: int) -> tuple[NDArr
 
 def dlpack(table: torch.Tensor) -> object:
     """The tensor as a DLPack capsule: another framework reads the same memory, no copy."""
-    return torch.utils.dlpack.to_dlpack(table)
+    return table.__dlpack__()
 
 
 def _pick(table: BlockIds, pages: NDArray[np.int64]) -> BlockIds:
