@@ -48,7 +48,8 @@ class Frame(NamedTuple):
     sequence: int
     step: int
     time: float  # seconds since the epoch
-    seconds: float  # the steps took
+    seconds: float  # its steps took
+    steps: int  # it covers
     blocks: NDArray[np.int32]  # [k] that changed
     old: NDArray[np.int32]  # [k] codes before
     new: NDArray[np.int32]  # [k] codes after
@@ -66,7 +67,7 @@ class Frame(NamedTuple):
         flat = np.stack([self.blocks, self.old, self.new], axis=1).ravel().tolist()
         return {
             "n": self.sequence, "s": self.step, "t": round(self.time, 3),
-            "d": round(self.seconds, 6), "b": flat, "c": self.counts,
+            "d": round(self.seconds, 6), "k": self.steps, "b": flat, "c": self.counts,
             "a": self.started, "e": self.ended,
         }  # fmt: skip
 

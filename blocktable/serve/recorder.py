@@ -70,7 +70,7 @@ class TableRecorder:
         self._ended: list[tuple[int, str]] = []
         self._touched: list[NDArray[np.int32]] = []
         self._waited = self._credit = 0.0
-        self._cost = 0.0
+        self._cost, self._steps = 0.0, 0
         self._last = (0, 0, 0, 0)
         engine.on_schedule = self.before_step
 
@@ -91,6 +91,7 @@ class TableRecorder:
     def after_step(self, engine: Engine, seconds: float, outputs: object = None) -> None:
         """Record a step that took ``seconds``, or leave it to a later frame."""
         self._waited += seconds
+        self._steps += 1
         self._credit = min(self._credit + seconds * self._share, 0.05)
         changed = bool(self._started) or bool((engine.scheduler.requests != self._who).any())
         if self._credit <= 0 and engine.has_unfinished and not (changed and self._credit > _DEBT):
@@ -100,7 +101,7 @@ class TableRecorder:
         spent = time.perf_counter() - begin
         self._credit -= spent
         self._cost += 0.05 * (spent / max(self._waited, 1e-9) - self._cost)
-        self._waited = 0.0
+        self._waited, self._steps = 0.0, 0
 
     # --- one frame ---
 
@@ -122,8 +123,8 @@ class TableRecorder:
         self.sequence += 1
         self.ring.append(
             Frame(
-                self.sequence, scheduler.stats.steps, time.time(), seconds, blocks, old, new,
-                self._numbers_of_step(), tuple(started), tuple(ended),
+                self.sequence, scheduler.stats.steps, time.time(), seconds, self._steps,
+                blocks, old, new, self._numbers_of_step(), tuple(started), tuple(ended),
             )
         )  # fmt: skip
 

@@ -9,12 +9,16 @@ import time
 import pytest
 import torch
 import uvicorn
+from browser import AVAILABLE
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from blocktable import LLM
 from blocktable.serve.app import build_app
 from blocktable.serve.config import ServerConfig
+
+# the page is looked at where there is a browser to look with
+collect_ignore = [] if AVAILABLE else ["test_inspector_page.py"]
 
 TEMPLATE = (
     "{% if tools %}tools:{{ tools | tojson }}\n{% endif %}"

@@ -99,7 +99,7 @@ def test_the_ring_is_bounded():
     ring = f.FrameRing(10_000)
     blocks = np.arange(100, dtype=np.int32)
     for i in range(1, 100):
-        ring.append(f.Frame(i, i, 0.0, 0.0, blocks, blocks, blocks, (0,) * 10))
+        ring.append(f.Frame(i, i, 0.0, 0.0, 1, blocks, blocks, blocks, (0,) * 10))
     kept = ring.since(0)
     assert 1 <= len(kept) <= 10_000 // 1500
     assert kept[-1].sequence == 99

@@ -51,7 +51,7 @@ function layout() {
   const count = Math.max(1, S.codes.length);
   let cell = Math.max(1, Math.floor(Math.sqrt(width * height / count)));
   while (cell > 1 && Math.ceil(count / Math.floor(width / cell)) * cell > height) cell--;
-  cell = Math.min(cell, Math.round(26 * ratio));
+  cell = Math.min(cell, Math.round(40 * ratio));
   S.cell = cell; S.ratio = ratio;
   S.columns = Math.max(1, Math.floor(width / cell));
   S.rows = Math.ceil(count / S.columns);
@@ -144,11 +144,11 @@ function drawNumbers(counts) {
     mark.style.background = colour; span.append(mark, `${kind === "owned" ? "owned (a colour a request)" : kind} ${counts[KINDS.indexOf(kind)].toLocaleString("en")}`);
     $("legend").append(span);
   }
-  if (!frame) return;
+  $("scrub").max = S.frames.length; $("scrub").value = S.cursor;
+  if (!frame) { $("when").value = "before the first recorded step"; return; }
   const [used, , , , running, waiting] = frame.c;
   $("numbers").innerHTML = `step <b>${frame.s.toLocaleString("en")}</b> &nbsp; running <b>${running}</b> &nbsp; waiting <b>${waiting}</b> &nbsp; blocks <b>${used.toLocaleString("en")}</b> of ${usable.toLocaleString("en")} held`;
   $("when").value = new Date(frame.t * 1000).toLocaleTimeString("en-GB") + "." + String(Math.floor(frame.t * 1000) % 1000).padStart(3, "0") + (S.live ? " live" : "");
-  $("scrub").max = S.frames.length; $("scrub").value = S.cursor;
 }
 function census() {
   const counts = [0, 0, 0, 0, 0], held = new Map();
@@ -201,18 +201,18 @@ function chart(id, series, options) {
 function drawCharts() {
   const usable = S.codes.length - 1, frame = current();
   chart("use", [{ of: (f) => f.c[0], colour: "#6f9bd6" }, { of: (f) => f.c[3], colour: COLOURS.fenced }, { of: (f) => f.c[2], colour: COLOURS.cached }], { top: usable });
-  chart("tok", [{ of: (f) => f.c[7], colour: "#57c785" }, { of: (f) => Math.max(0, f.c[6] - f.c[7]), colour: "#b48ead" }], {});
+  chart("tok", [{ of: (f) => f.c[7] / f.k, colour: "#57c785" }, { of: (f) => Math.max(0, f.c[6] - f.c[7]) / f.k, colour: "#b48ead" }], {});
   chart("hit", [{ of: (f) => f.c[8], colour: COLOURS.shared }, { of: (f) => f.c[9] * 20, colour: "#ff7b72" }], {});
-  chart("time", [{ of: (f) => f.d, colour: "#d6b35a" }], {});
+  chart("time", [{ of: (f) => f.d / f.k, colour: "#d6b35a" }], {});
   if (!frame) return;
   $("usevalue").textContent = `${frame.c[0]} held, ${frame.c[2]} cached`;
-  $("tokvalue").textContent = `${frame.c[7]} decoded, ${Math.max(0, frame.c[6] - frame.c[7])} prefill`;
+  $("tokvalue").textContent = `${Math.round(frame.c[7] / frame.k)} decoded, ${Math.round(Math.max(0, frame.c[6] - frame.c[7]) / frame.k)} prefill`;
   $("hitvalue").textContent = `${frame.c[8]} tokens hit, ${frame.c[9]} preempted`;
-  $("timevalue").textContent = `${(frame.d * 1000).toFixed(1)} ms`;
+  $("timevalue").textContent = `${(frame.d / frame.k * 1000).toFixed(1)} ms`;
 }
 let lastPanels = 0;
 function tick(now) {
-  if (S.dirty) {
+  if (S.dirty && image) {
     S.dirty = false;
     drawMap();
     if (now - lastPanels > 180) { panels(); lastPanels = now; } else setTimeout(() => { S.dirty = true; }, 200);
@@ -343,4 +343,4 @@ function listen(since) {
 function listenLater() { setTimeout(() => start().catch(listenLater), 2000); }
 start().catch((error) => { $("status").textContent = String(error); $("status").className = "bad"; listenLater(); });
 requestAnimationFrame(tick);
-window.inspector = { S, moveTo, setLive, showBlock };
+window.inspector = { S, moveTo, setLive, showBlock, layout };

@@ -1,0 +1,137 @@
+"""The page in a headless Chromium. Collected where playwright and a Chromium are installed."""
+
+import os
+import threading
+
+import httpx
+import pytest
+from browser import CHROMIUM
+from conftest import running
+from playwright.sync_api import sync_playwright
+
+from blocktable.serve.config import ServerConfig
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with sync_playwright() as play:
+        made = play.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield made
+        made.close()
+
+
+@pytest.fixture(scope="module")
+def busy():
+    """A server with 16 requests behind it and 4 long ones running."""
+    with running(ServerConfig(port=0, inspector=True)) as server:
+        ask(server, [f"a shared beginning of some length, request {i}" for i in range(12)], 24)
+        threads = ask(server, [f"a shared beginning of some length, long {i}" for i in range(4)],
+                      440, wait=False)  # fmt: skip
+        yield server
+        for thread in threads:
+            thread.join()
+
+
+def ask(server, prompts, tokens, wait=True):
+    def one(prompt):
+        body = {"model": "tiny", "prompt": prompt, "max_tokens": tokens, "ignore_eos": True}
+        httpx.post(f"{server.url}/v1/completions", json=body, timeout=120)
+
+    threads = [threading.Thread(target=one, args=(p,)) for p in prompts]
+    for thread in threads:
+        thread.start()
+        if wait:
+            thread.join()
+    return threads
+
+
+@pytest.fixture
+def page(browser, busy):
+    made = browser.new_page(viewport={"width": 1440, "height": 900})
+    problems = []
+    made.on("pageerror", lambda error: problems.append(str(error)))
+    made.on("request", lambda r: r.url.startswith(busy.url) or problems.append(r.url))
+    made.goto(f"{busy.url}/inspect")
+    made.wait_for_function("inspector.S.frames.length > 3")
+    yield made
+    made.close()
+    assert problems == []
+
+
+def picture(page, name):
+    folder = os.environ.get("BLOCKTABLE_PICTURES")
+    if folder:
+        page.wait_for_timeout(600)
+        page.screenshot(path=f"{folder}/{name}.png")
+
+
+def codes(page):
+    return page.evaluate("Array.from(inspector.S.codes)")
+
+
+def test_the_page_follows_the_engine_and_goes_back_in_time(page, busy):
+    page.wait_for_function("document.getElementById('status').textContent === 'connected'")
+    assert "399 blocks of 4 tokens" in page.text_content("#model")
+    picture(page, "inspector")
+    page.click("#live")
+    assert page.get_attribute("#live", "aria-pressed") == "false"
+    now = codes(page)
+    end = page.evaluate("inspector.S.cursor")
+    page.click("#back")
+    page.evaluate("inspector.moveTo(0)")
+    assert codes(page) != now
+    page.wait_for_function("document.getElementById('scrub').value === '0'")
+    page.evaluate(f"inspector.moveTo({end})")
+    assert codes(page) == now
+    page.click("#live")
+    page.wait_for_function("inspector.S.cursor === inspector.S.frames.length")
+
+
+def test_a_click_on_a_block_shows_its_life(page):
+    page.click("#map", position={"x": 60, "y": 12})
+    page.wait_for_selector("#life td")
+    detail = page.text_content("#detail")
+    assert "block" in detail and "slots" in detail
+    picture(page, "inspector-block")
+
+
+def test_requests_and_tree_are_listed(page):
+    page.wait_for_selector(".req")
+    page.click(".req >> nth=0")
+    page.wait_for_selector("#detail table")
+    assert "prompt" in page.text_content("#detail")
+    picture(page, "inspector-request")
+    page.click("[data-tab=tree]")
+    page.wait_for_selector(".node")
+    assert "a shared beginning" in page.text_content("#tree")
+    picture(page, "inspector-tree")
+
+
+def test_a_hundred_thousand_blocks_stay_smooth(page):
+    milliseconds = page.evaluate("""() => new Promise((done) => {
+        const S = inspector.S, n = 100000;
+        inspector.setLive(false);
+        S.codes = new Int32Array(n).map((_, i) => (i % 5) | (1 << 3) | ((i % 64) << 11));
+        S.frames = []; S.cursor = 0;
+        for (let k = 0; k < 120; k++) {
+            const b = [];
+            for (let i = 1; i < 300; i++) {
+                const block = (k * 811 + i * 331) % n;
+                b.push(block, S.codes[block], 3 | (1 << 3) | (k << 11));
+            }
+            const c = [9, 9, 9, 0, 1, 0, 5, 5, 0, 0];
+            S.frames.push({ n: k, s: k, t: k, d: 0.01, k: 1, b, c, a: [], e: [] });
+        }
+        inspector.layout();
+        let frames = 0;
+        const begin = performance.now();
+        function tick() {
+            inspector.moveTo(S.cursor + 1);
+            if (++frames < 120) requestAnimationFrame(tick);
+            else done((performance.now() - begin) / frames);
+        }
+        setTimeout(() => requestAnimationFrame(tick), 300);
+    })""")
+    picture(page, "inspector-100k")
+    print(f"{milliseconds:.1f} ms a frame at 100,000 blocks")
+    assert milliseconds < 100
