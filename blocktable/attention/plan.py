@@ -241,8 +241,8 @@ def _piece_keys(own_keys: Int64s, tiles: Int64s, slots: int, least: int) -> Int6
 
     slots: items per KV head that run at once; cutting adds at most as many. Items start longest
     first, so round r of them takes about as long as item r * slots; a few numbers of pieces of the
-    longest row are tried. (On an H200, 16 rows of 32768 keys in 4, 5 and 8 pieces took 495, 694 and 612 us:
-    one full round, a second one nearly empty, a third one nearly empty.)
+    longest row are tried. (On an H200, 16 rows of 32768 keys in 4, 5 and 8 pieces took 495, 694 and
+    612 us: one full round, a second one nearly empty, a third one nearly empty.)
     """
     longest = int(own_keys.max(initial=0))
     if longest <= least:

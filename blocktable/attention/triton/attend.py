@@ -12,6 +12,7 @@ item is token ``m // GROUP``, head ``kv_head * GROUP + m % GROUP``: the keys are
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false
 # pyright: reportAttributeAccessIssue=false, reportIndexIssue=false, reportGeneralTypeIssues=false
+# pyright: reportAssignmentType=false
 
 from __future__ import annotations
 
