@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 
 from blocktable.attention import paged_attention, write_kv
 from blocktable.core.errors import ConfigError
+from blocktable.core.specs import KVCacheConfig
 from blocktable.engine.engine import Engine, ModelLimits
 from blocktable.engine.kv_layout import (
     KVLayout,
@@ -26,14 +28,27 @@ from blocktable.sched.config import SchedulerConfig
 from blocktable.sched.scheduler import Scheduler
 
 
-def build_engine(
-    loaded: LoadedModel, options: EngineOptions, *, probed: ProbeResult | None = None
-) -> Engine:
-    """Probe the model, size the pool, and wire manager, scheduler, runner and sampler.
+class Prepared(NamedTuple):
+    """A model that was probed, and the KV cache that was laid out and sized for it."""
 
-    ``probed`` is what the probe found for this very model object earlier, if it was probed.
-    Raises UnsupportedModel or ConfigError; nothing but the model's memory is held then.
-    """
+    loaded: LoadedModel
+    options: EngineOptions
+    probed: ProbeResult
+    layout: KVLayout
+    config: KVCacheConfig
+    max_model_len: int
+    max_num_batched_tokens: int
+
+
+def prepare_engine(
+    loaded: LoadedModel,
+    options: EngineOptions,
+    *,
+    probed: ProbeResult | None = None,
+    agree: Callable[[KVCacheConfig], int] | None = None,
+) -> Prepared:
+    """Probe the model and size the pool. ``agree`` may lower the number of blocks, to what every
+    rank of a parallel engine has. Raises UnsupportedModel or ConfigError."""
     model = loaded.model
     device = torch.device(options.device)
     if _accelerates(loaded, options):
@@ -43,8 +58,7 @@ def build_engine(
     if probed is None:
         probed = probe_model(model, paged_attention, write_kv)
     layout = plan_layout(probed, options.block_size, model.dtype)
-    text_config = model.config.get_text_config()
-    model_len = _model_limit(text_config, options)
+    model_len = _model_limit(model.config.get_text_config(), options)
     if options.on_gpu and options.num_blocks is None and options.memory_bytes is None:
         from blocktable.engine.gpu.sizing import measured_num_blocks
 
@@ -55,26 +69,60 @@ def build_engine(
             available=available_memory(device), share=options.memory_share,
             max_useful_tokens=model_len * options.max_num_seqs,
         )  # fmt: skip
+    if agree is not None:
+        num_blocks = agree(layout.config(num_blocks))
     max_model_len = _fit_model_len(layout, options, model_len, num_blocks)
-    config = layout.config(num_blocks)
     batched = _token_budget(options, max_model_len)
+    config = layout.config(num_blocks)
+    return Prepared(loaded, options, probed, layout, config, max_model_len, batched)
+
+
+def make_runner(prepared: Prepared, manager: Any) -> ModelRunner:
+    """The runner over a manager's tables (or over anything with ``tables`` and ``tokens``)."""
+    return _runner(
+        prepared.options, prepared.max_num_batched_tokens, prepared.loaded.model, prepared.probed,
+        prepared.layout, prepared.config, manager,
+    )  # fmt: skip
+
+
+def build_engine(
+    loaded: LoadedModel, options: EngineOptions, *, probed: ProbeResult | None = None
+) -> Engine:
+    """Probe the model, size the pool, and wire manager, scheduler, runner and sampler.
+
+    ``probed`` is what the probe found for this very model object earlier, if it was probed.
+    Raises UnsupportedModel or ConfigError; nothing but the model's memory is held then.
+    """
+    return assemble_engine(prepare_engine(loaded, options, probed=probed))
+
+
+def assemble_engine(
+    prepared: Prepared, *, wrap: Callable[[ModelRunner], Any] | None = None
+) -> Engine:
+    """The engine over a prepared model; ``wrap`` may put something in front of its runner."""
+    loaded, options, probed = prepared.loaded, prepared.options, prepared.probed
+    model, tokenizer = loaded.model, loaded.tokenizer
     manager = KVCacheManager(
-        config, max_num_rows=options.max_num_seqs, max_model_len=max_model_len,
-        max_num_batched_tokens=batched,
+        prepared.config, max_num_rows=options.max_num_seqs, max_model_len=prepared.max_model_len,
+        max_num_batched_tokens=prepared.max_num_batched_tokens,
         enable_caching=options.enable_prefix_caching and not probed.mixers.modules,
         seed=options.seed, host_blocks=options.num_host_blocks,
     )  # fmt: skip
+    batched = prepared.max_num_batched_tokens
     scheduler = Scheduler(_scheduler_config(options, batched, probed), manager)
-    runner = _runner(options, batched, model, probed, layout, config, manager)
-    eos = eos_token_ids(model, loaded.tokenizer)
-    vocab_size = text_config.vocab_size
-    grammars = GrammarRows(loaded.tokenizer, vocab_size, eos) if loaded.tokenizer else None
+    runner = make_runner(prepared, manager)
+    eos = eos_token_ids(model, tokenizer)
+    vocab_size = model.config.get_text_config().vocab_size
+    grammars = GrammarRows(tokenizer, vocab_size, eos) if tokenizer else None
     sampler = Sampler(
-        options.max_num_seqs, vocab_size, device, eos_token_ids=eos, seed=options.seed,
-        grammars=grammars,
+        options.max_num_seqs, vocab_size, torch.device(options.device), eos_token_ids=eos,
+        seed=options.seed, grammars=grammars,
     )  # fmt: skip
-    limits = ModelLimits(vocab_size, max_model_len, eos)
-    return Engine(runner, scheduler, sampler, limits, tokenizer=loaded.tokenizer, layout=layout)
+    limits = ModelLimits(vocab_size, prepared.max_model_len, eos)
+    return Engine(
+        runner if wrap is None else wrap(runner), scheduler, sampler, limits,
+        tokenizer=tokenizer, layout=prepared.layout,
+    )  # fmt: skip
 
 
 def _runner(options: EngineOptions, batched: int, *parts: Any) -> ModelRunner:

@@ -9,8 +9,8 @@ float32 202 -> 60 us at 1 token, 520 -> 160 at 32; bfloat16 83 -> 31 and 199 -> 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TypeGuard
 
 import torch
 from torch import nn
@@ -56,6 +56,56 @@ class PackedLinear(nn.Module):
         return f"{self.in_features} -> {self.out_features}, packed {self.packed_dtype}"
 
 
+class SharedProjection:
+    """Several linear layers of one input as one product: query, key and value of an attention.
+
+    The first layer called with an input computes all of them and the others find their columns
+    ready: one kernel call instead of three (52 -> 25 us at one token, 576 -> 960, bfloat16).
+    """
+
+    def __init__(self, sources: list[nn.Linear], dtype: torch.dtype) -> None:
+        has_bias = sources[0].bias is not None
+        fused = nn.Linear(sources[0].in_features, 1, bias=has_bias, device="meta")
+        fused.out_features = sum(source.out_features for source in sources)
+        fused.weight = nn.Parameter(torch.cat([s.weight.detach() for s in sources]), False)
+        if has_bias:
+            fused.bias = nn.Parameter(torch.cat([s.bias.detach() for s in sources]), False)
+        self.linear = PackedLinear(fused, dtype)
+        self._last: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def columns(self, x: torch.Tensor, first: int, end: int) -> torch.Tensor:
+        """Columns [first, end) of the product with x; the last part drops what was kept."""
+        last = self._last
+        if last is not None and last[0] is x:
+            y = last[1]
+            if end == self.linear.out_features:
+                self._last = None
+        else:
+            y = self.linear(x)
+            self._last = (x, y) if end < self.linear.out_features else None
+        return y[..., first:end]
+
+
+class ProjectionPart(nn.Module):
+    """One layer of a :class:`SharedProjection`: y [..., N] is a view of the shared result.
+
+    The input must not be changed in place between the calls of the parts (no model does).
+    """
+
+    def __init__(self, source: nn.Linear, shared: SharedProjection, first: int) -> None:
+        super().__init__()
+        self.in_features, self.out_features = source.in_features, source.out_features
+        self.shared, self.first, self.end = shared, first, first + source.out_features
+        self.weight = nn.Parameter(source.weight.detach().to("meta"), requires_grad=False)
+        self.bias = source.bias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.shared.columns(x, self.first, self.end)
+
+    def extra_repr(self) -> str:
+        return f"{self.in_features} -> {self.out_features}, columns from {self.first}"
+
+
 @dataclass(frozen=True)
 class AcceleratedLinears:
     """What :func:`accelerate_linears` did, and the way back.
@@ -82,11 +132,28 @@ def has_fast_bfloat16() -> bool:
     )
 
 
-def _linears(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Linear]]:
-    for prefix, parent in list(model.named_modules()):
-        for attribute, child in list(parent.named_children()):
-            if type(child) is nn.Linear and child.weight.device.type == "cpu":
-                yield f"{prefix}.{attribute}".lstrip("."), parent, attribute, child
+def _replacements(
+    parts: list[tuple[str, nn.Linear]], dtype: torch.dtype | None
+) -> dict[str, nn.Module]:
+    """Packed modules for the linear children of one parent, by attribute."""
+    made: dict[str, nn.Module] = {}
+    found = dict(parts)
+    shared = [found[name] for name in _SHARED_INPUT if name in found]
+    one_kind = len({(s.in_features, s.bias is None, s.weight.dtype) for s in shared}) == 1
+    if len(shared) == len(_SHARED_INPUT) and one_kind:
+        packed_dtype = dtype or shared[0].weight.dtype
+        if packed_dtype in _PACKED_DTYPES:
+            projection, first = SharedProjection(shared, packed_dtype), 0
+            for name, source in zip(_SHARED_INPUT, shared, strict=True):
+                made[name] = ProjectionPart(source, projection, first)
+                first += source.out_features
+    for name, source in parts:
+        if name not in made and (dtype or source.weight.dtype) in _PACKED_DTYPES:
+            made[name] = PackedLinear(source, dtype or source.weight.dtype)
+    return made
+
+
+_SHARED_INPUT = ("q_proj", "k_proj", "v_proj")
 
 
 def accelerate_linears(
@@ -98,24 +165,33 @@ def accelerate_linears(
         (layers of another dtype are left alone). The output has the input's dtype.
     keep: hold the originals, so that ``restore()`` can put them back; costs their memory.
 
-    Subclasses of ``nn.Linear`` are left alone. A weight that something else shares (a tied
-    embedding) stays where it is for the other user. Does nothing where oneDNN is missing. Call it
-    when the weights are final: later changes of the originals are not seen. Results differ from
-    ``nn.Linear`` in rounding only. Cost: one pass over the weights.
+    Siblings called q_proj, k_proj and v_proj share one product. Subclasses of ``nn.Linear`` are
+    left alone. A weight that something else shares (a tied embedding) stays where it is for the
+    other user. Does nothing where oneDNN is missing. Call it when the weights are final: later
+    changes of the originals are not seen. Results differ from ``nn.Linear`` in rounding only.
+    Cost: one pass over the weights.
     """
     if dtype not in (None, *_PACKED_DTYPES):
         raise ConfigError(f"linear layers are packed as float32 or bfloat16, got {dtype}")
     replaced: list[str] = []
     originals: dict[str, tuple[nn.Module, str, nn.Linear]] = {}
     weight_bytes = 0
-    if torch.backends.mkldnn.is_available():
-        for name, parent, attribute, source in _linears(model):
-            packed_dtype = dtype or source.weight.dtype
-            if packed_dtype not in _PACKED_DTYPES:
+    if not torch.backends.mkldnn.is_available():
+        return AcceleratedLinears((), 0, {})
+    for prefix, parent in list(model.named_modules()):
+        parts = [(n, m) for n, m in parent.named_children() if _is_plain(m)]
+        made = _replacements(parts, dtype)
+        for attribute, source in parts:
+            if attribute not in made:
                 continue
-            setattr(parent, attribute, PackedLinear(source, packed_dtype))
+            setattr(parent, attribute, made[attribute])
+            name = f"{prefix}.{attribute}".lstrip(".")
             replaced.append(name)
-            weight_bytes += source.weight.numel() * packed_dtype.itemsize
+            weight_bytes += source.weight.numel() * (dtype or source.weight.dtype).itemsize
             if keep:
                 originals[name] = (parent, attribute, source)
     return AcceleratedLinears(tuple(replaced), weight_bytes, originals)
+
+
+def _is_plain(module: nn.Module) -> TypeGuard[nn.Linear]:
+    return type(module) is nn.Linear and module.weight.device.type == "cpu"

@@ -49,11 +49,28 @@ struct Write {
   Type from_type, to_type;
 };
 
+struct Norm {
+  const void *x, *weight;
+  void* out;  // rows one behind the other
+  int64_t x_row, size;
+  float eps, shift;
+  Type type;
+};
+
+struct Rotate {
+  const void *x, *cos, *sin;
+  void* out;
+  int64_t x_token, x_head, out_token, out_head, angle_token, heads, size;
+  Type type;
+};
+
 struct Level {
   const char* name;
   size_t (*scratch_floats)(const Call&);
   void (*run_item)(const Call&, const Item&, float*);
   void (*write_tokens)(const Write&, int64_t, int64_t);
+  void (*norm_rows)(const Norm&, int64_t, int64_t);
+  void (*rotate_tokens)(const Rotate&, int64_t, int64_t);
 };
 
 #if defined(__x86_64__)
@@ -68,6 +85,7 @@ namespace avx512 {
 #include "_simd.h"
 #include "_attend.h"
 #include "_write.h"
+#include "_elementwise.h"
 }  // namespace avx512
 #undef BT_LEVEL
 #if defined(__clang__)
@@ -83,6 +101,7 @@ namespace avx2 {
 #include "_simd.h"
 #include "_attend.h"
 #include "_write.h"
+#include "_elementwise.h"
 }  // namespace avx2
 #undef BT_LEVEL
 #if defined(__clang__)
@@ -97,8 +116,13 @@ namespace generic {
 #include "_simd.h"
 #include "_attend.h"
 #include "_write.h"
+#include "_elementwise.h"
 }  // namespace generic
 #undef BT_LEVEL
+
+#define BT_KERNELS(level)                                                              \
+  {#level, level::scratch_floats, level::run_item, level::write_tokens, level::norm_rows, \
+   level::rotate_tokens}
 
 // Best first.
 static std::vector<Level> levels() {
@@ -107,11 +131,11 @@ static std::vector<Level> levels() {
   __builtin_cpu_init();
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
-    found.push_back({"avx512", avx512::scratch_floats, avx512::run_item, avx512::write_tokens});
+    found.push_back(BT_KERNELS(avx512));
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
-    found.push_back({"avx2", avx2::scratch_floats, avx2::run_item, avx2::write_tokens});
+    found.push_back(BT_KERNELS(avx2));
 #endif
-  found.push_back({"generic", generic::scratch_floats, generic::run_item, generic::write_tokens});
+  found.push_back(BT_KERNELS(generic));
   return found;
 }
 
@@ -177,6 +201,34 @@ static void attend(Call& call, const Level& level, int threads, bool own_pool) {
   if (plan.work * (call.size + call.size_v) < kSerialWork) threads = 1;
   team.grain = std::max<size_t>(1, std::min<size_t>(16, plan.items.size() / (16 * std::max(1, threads))));
   parallel(threads, own_pool, take_items, &team);
+}
+
+// Runs rows(work, first, end) over [0, count), in shares of equal length, on several threads when
+// there is more than `serial` to do in all (`cost` a row).
+template <class Work>
+struct Shares {
+  const Work* work;
+  void (*rows)(const Work&, int64_t, int64_t);
+  int64_t count, share;
+  std::atomic<int64_t> next{0};
+  static void take(void* data) {
+    Shares& s = *static_cast<Shares*>(data);
+    for (int64_t at; (at = s.next.fetch_add(s.share)) < s.count;)
+      s.rows(*s.work, at, std::min(at + s.share, s.count));
+  }
+};
+
+template <class Work>
+static void share_rows(const Work& work, void (*rows)(const Work&, int64_t, int64_t), int64_t count,
+                       int64_t cost, int threads, bool own_pool) {
+  constexpr int64_t kSerial = 1 << 16;  // elements: some 10 us of one thread
+  if (threads < 2 || count * cost < kSerial) { rows(work, 0, count); return; }
+  Shares<Work> shares;
+  shares.work = &work;
+  shares.rows = rows;
+  shares.count = count;
+  shares.share = std::max<int64_t>(1, count / (threads * 4));
+  parallel(threads, own_pool, Shares<Work>::take, &shares);
 }
 
 }  // namespace blocktable

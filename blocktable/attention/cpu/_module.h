@@ -135,12 +135,14 @@ static PyObject* py_attend(PyObject*, PyObject* const* args, Py_ssize_t count) {
   Py_RETURN_NONE;
 }
 
-// write_kv(level, from, from_type, from_token, from_head, to, to_type, block, head, token, slots,
+// write_kv(level, threads, own_pool, from, from_type, from_token, from_head, to, to_type, block, head, token, slots,
 //          tokens, kv_heads, block_size, size, num_blocks, factor)
 static PyObject* py_write_kv(PyObject*, PyObject* const* args, Py_ssize_t count) {
   Arguments a{args, count};
   Write w{};
   const Level* level = level_at(a.integer());
+  int threads = int(a.integer());
+  bool own_pool = a.integer() != 0;
   w.from = a.address<const void>();
   w.from_type = Type(a.integer());
   w.from_token = a.integer();
@@ -166,7 +168,58 @@ static PyObject* py_write_kv(PyObject*, PyObject* const* args, Py_ssize_t count)
     }
   }
   Py_BEGIN_ALLOW_THREADS
-  level->write_tokens(w, 0, tokens);
+  share_rows(w, level->write_tokens, tokens, w.kv_heads * w.size, threads, own_pool);
+  Py_END_ALLOW_THREADS
+  Py_RETURN_NONE;
+}
+
+// rms_norm(level, threads, own_pool, x, type, x_row, rows, size, weight, shift, eps, out)
+static PyObject* py_rms_norm(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  Arguments a{args, count};
+  Norm n{};
+  const Level* level = level_at(a.integer());
+  int threads = int(a.integer());
+  bool own_pool = a.integer() != 0;
+  n.x = a.address<const void>();
+  n.type = Type(a.integer());
+  n.x_row = a.integer();
+  int64_t rows = a.integer();
+  n.size = a.integer();
+  n.weight = a.address<const void>();
+  n.shift = a.number();
+  n.eps = a.number();
+  n.out = a.address<void>();
+  if (!level || !a.done()) return nullptr;
+  Py_BEGIN_ALLOW_THREADS
+  share_rows(n, level->norm_rows, rows, n.size, threads, own_pool);
+  Py_END_ALLOW_THREADS
+  Py_RETURN_NONE;
+}
+
+// rotate(level, threads, own_pool, x, type, x_token, x_head, cos, sin, angle_token, tokens, heads,
+//        size, out, out_token, out_head)
+static PyObject* py_rotate(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  Arguments a{args, count};
+  Rotate r{};
+  const Level* level = level_at(a.integer());
+  int threads = int(a.integer());
+  bool own_pool = a.integer() != 0;
+  r.x = a.address<const void>();
+  r.type = Type(a.integer());
+  r.x_token = a.integer();
+  r.x_head = a.integer();
+  r.cos = a.address<const void>();
+  r.sin = a.address<const void>();
+  r.angle_token = a.integer();
+  int64_t tokens = a.integer();
+  r.heads = a.integer();
+  r.size = a.integer();
+  r.out = a.address<void>();
+  r.out_token = a.integer();
+  r.out_head = a.integer();
+  if (!level || !a.done()) return nullptr;
+  Py_BEGIN_ALLOW_THREADS
+  share_rows(r, level->rotate_tokens, tokens, r.heads * r.size, threads, own_pool);
   Py_END_ALLOW_THREADS
   Py_RETURN_NONE;
 }
@@ -184,6 +237,8 @@ static PyMethodDef kMethods[] = {
     {"plan", (PyCFunction)(void*)py_plan, METH_FASTCALL, "Cut one step's attention into items."},
     {"attend", (PyCFunction)(void*)py_attend, METH_FASTCALL, "Run a plan on one layer."},
     {"write_kv", (PyCFunction)(void*)py_write_kv, METH_FASTCALL, "Store rows in their slots."},
+    {"rms_norm", (PyCFunction)(void*)py_rms_norm, METH_FASTCALL, "RMS norm of rows."},
+    {"rotate", (PyCFunction)(void*)py_rotate, METH_FASTCALL, "Rotary embedding of all heads."},
     {nullptr, nullptr, 0, nullptr},
 };
 

@@ -135,7 +135,8 @@ def write(
     factors = _scale_array(factor, kv_heads)
     try:
         _kernels.write_kv(
-            level(), source.data_ptr(), TYPES[source.dtype], source.stride(0), source.stride(1),
+            level(), torch.get_num_threads(), own_threads(),
+            source.data_ptr(), TYPES[source.dtype], source.stride(0), source.stride(1),
             cache.data_ptr(), TYPES[cache.dtype], block, head, token, slot_mapping.data_ptr(),
             slot_mapping.shape[0], kv_heads, block_size, size, num_blocks, _address(factors),
         )  # fmt: skip
