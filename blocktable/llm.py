@@ -47,16 +47,28 @@ class LLM:
         self, model: Any, *, tokenizer: Any = None, allow_download: bool = False, **options: Any
     ) -> None:
         from blocktable.engine.loader import begin
+        from blocktable.engine.loader.collection import paused_collection
 
         chosen = EngineOptions(**options)
-        loading = begin(model, allow_download=allow_download)
-        # torch and transformers are imported from here on, while a GGUF file is being read
-        from blocktable.engine.build import build_engine
-
-        loaded = loading.finish(chosen.dtype, chosen.device, tokenizer)
-        self.options, self.model_name = chosen, loaded.name
-        self.engine: Engine = build_engine(loaded, chosen)
         self._count = 0
+        if chosen.tensor_parallel_size > 1:
+            from blocktable.tensor_parallel import build_parallel_engine
+
+            self.options, self.model_name = chosen, str(model)
+            self.engine: Engine = build_parallel_engine(
+                model, chosen, tokenizer=tokenizer, allow_download=allow_download
+            )
+            return
+        with paused_collection():
+            loading = begin(
+                model, dtype=chosen.dtype, device=chosen.device, allow_download=allow_download
+            )
+            # torch and transformers are imported from here on, while a GGUF file is being read
+            from blocktable.engine.build import build_engine
+
+            loaded = loading.finish(chosen.dtype, chosen.device, tokenizer)
+            self.options, self.model_name = chosen, loaded.name
+            self.engine = build_engine(loaded, chosen)
 
     @property
     def tokenizer(self) -> Any:

@@ -229,7 +229,8 @@ def _own_logits(model: Any) -> torch.Tensor:
     with AttentionSwitch(model, "eager"):
         for tokens in _probe_tokens(model.config.get_text_config().vocab_size):
             ids = torch.tensor([tokens], device=model.device)
-            rows.append(model(input_ids=ids, use_cache=False).logits[0, -1])
+            out = model(input_ids=ids, use_cache=False, logits_to_keep=1)
+            rows.append(out.logits[0, -1])
     return torch.stack(rows)
 
 

@@ -119,3 +119,36 @@ def test_bundled_model_reads_digits_one_by_one() -> None:
     backend = loading.tokenizer.result()
     ids = backend.encode("In 2026, it's <|im_end|>").ids
     assert ids == [788, 216, 34, 32, 34, 38, 28, 357, 506, 216, 2]
+
+
+@pytest.mark.parametrize("name", ["Q4_0", "Q4_1", "Q8_0", "Q6_K"])
+def test_rounding_while_reading_is_torchs(name: str) -> None:
+    kind = GGMLQuantizationType[name]
+    rng = np.random.default_rng(1)
+    values = rng.standard_normal((33, 2048), dtype=np.float32)
+    if name == "Q6_K":
+        raw = rng.integers(0, 60, (33, 2048 // 256 * GGML_QUANT_SIZES[kind][1]), dtype=np.uint8)
+    else:
+        raw = gguf.quantize(values, kind)
+    info = TensorInfo("t", (33, 2048), name, raw.reshape(-1))
+    bits = dequantize(info, to_bfloat16=True)
+    expected = torch.from_numpy(dequantize(info)).to(torch.bfloat16)
+    assert torch.equal(torch.from_numpy(bits).view(torch.bfloat16), expected)
+
+
+def test_bundled_model_equals_transformers_own_loading() -> None:
+    """All 272 tensors and the rotary buffers, float32 bit for bit, bfloat16 rounded the same."""
+    loaded = begin("smollm2", dtype="float32").finish("float32").model
+    rounded = begin("smollm2", dtype="bfloat16").finish("bfloat16").model
+    state, low = loaded.state_dict(), rounded.state_dict()
+    from_pretrained = type(loaded).from_pretrained(
+        None, config=loaded.config, state_dict=dict(state), dtype=torch.float32
+    )
+    other = from_pretrained.state_dict()
+    assert len(state) == 273 and state.keys() == other.keys() == low.keys()
+    for name, tensor in state.items():
+        assert torch.equal(tensor, other[name]) and torch.equal(tensor.bfloat16(), low[name])
+    for model in (rounded, from_pretrained):
+        assert torch.equal(model.model.rotary_emb.inv_freq, loaded.model.rotary_emb.inv_freq)
+    assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+    assert rounded.dtype == torch.bfloat16 and rounded.config.dtype == torch.bfloat16

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from blocktable.core.errors import LoadError
-from blocktable.engine.loader.dtypes import choose_dtype
+from blocktable.engine.loader.dtypes import choose_dtype, expects_bfloat16
 
 if TYPE_CHECKING:
     from blocktable.engine.loader.gguf_model import GGUFReading
@@ -69,11 +69,14 @@ class Loading:
         return LoadedModel(model.to(device), tokenizer, name, owned=True)
 
 
-def begin(source: Any, *, allow_download: bool = False) -> Loading:
+def begin(
+    source: Any, *, dtype: str = "float32", device: str = "cpu", allow_download: bool = False
+) -> Loading:
     """Find the model and start reading it. Imports neither torch nor transformers.
 
     ``source`` is a bundled name ("smollm2"), the path of a ``.gguf`` file, a Hugging Face directory
-    or id, or a transformers model. Raises LoadError for a path that does not exist or a corrupt
+    or id, or a transformers model. ``dtype`` and ``device`` are what ``finish`` will be asked for.
+    Raises LoadError for a path that does not exist or a corrupt
     file.
     """
     if not isinstance(source, (str, Path)):
@@ -84,7 +87,7 @@ def begin(source: Any, *, allow_download: bool = False) -> Loading:
         return Loading(source)
     path = bundled_path(str(source)) if str(source) in BUNDLED else Path(source)
     if path.suffix.lower() == ".gguf":
-        return _begin_gguf(path)
+        return _begin_gguf(path, expects_bfloat16(dtype, device))
     text = str(source)
     if not path.is_dir() and (
         path.exists() or text.count("/") > 1 or text.startswith((".", "/", "~"))
@@ -93,13 +96,13 @@ def begin(source: Any, *, allow_download: bool = False) -> Loading:
     return Loading(text, allow_download)
 
 
-def _begin_gguf(path: Path) -> Loading:
+def _begin_gguf(path: Path, to_bfloat16: bool) -> Loading:
     from blocktable.engine.loader.gguf_model import GGUFReading
     from blocktable.engine.loader.gguf_tokenizer import byte_level_tokenizer
 
     if not path.is_file():
         raise LoadError(f"no model at {path}: the file does not exist")
-    reading = GGUFReading(str(path))
+    reading = GGUFReading(str(path), to_bfloat16=to_bfloat16)
     worker = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
     backend = worker.submit(byte_level_tokenizer, reading.file)
     worker.shutdown(wait=False)
