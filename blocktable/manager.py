@@ -18,11 +18,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import gcd
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from blocktable.core.errors import ConfigError, RequestError, RowError
+from blocktable.core.native import load
 from blocktable.core.pool import BlockPool
 from blocktable.core.runs import Runs, block_runs
 from blocktable.core.specs import KVCacheConfig
@@ -33,6 +35,7 @@ from blocktable.groups.base import Group, Ints
 from blocktable.groups.growth import Copies, Growth
 from blocktable.groups.hits import common_hit
 from blocktable.groups.keybook import CacheSink, KeyBook, RemovedBlocks, StoredBlocks, spread
+from blocktable.groups.native import make_core
 from blocktable.groups.swap import SwappedRow, SwapPlan, host_layout, refill
 from blocktable.prefix.eviction import make_policy
 from blocktable.prefix.index import PrefixIndex
@@ -105,7 +108,24 @@ class KVCacheManager:
             self.pool.on_evict = self.book.forget
         self._invalidations = 0
         self.growth = Growth(self.pool, self.groups, self.book, self.num_tokens, self.num_computed)
+        self._native = self._attach_native(sink)
         self.admission = Admission(self.pool, self.groups, self.growth, self.index)
+
+    def _attach_native(self, sink: CacheSink | None) -> Any:
+        """The compiled helper over this manager's arrays, where it can stand in for the NumPy
+        code: with SHA-256, and nobody listening to single changes."""
+        native = load()
+        if native is None or sink is not None:
+            return None
+        core = make_core(
+            native, self.pool, self.groups, self.book,
+            self.tokens, self.num_tokens, self.num_computed,
+        )  # fmt: skip
+        self.pool.native = core
+        if self.index is not None:
+            self.index.native = core
+        hashed = self.keying is None or self.keying.algorithm == "sha256"
+        return core if hashed and not self.growth.skipping else None
 
     # -- sequences and hits ---------------------------------------------------------------------
 
@@ -205,6 +225,12 @@ class KVCacheManager:
         that fits and returns its length (then the first row that did not fit has released what
         lies outside its window, see oracle rule 7).
         """
+        native, book = self._native, self.row_keys
+        if native is not None and not self.growth.num_sharing:
+            hashers = None if book is None else book.hashers
+            plain = book is None or not book.num_media
+            if plain and native.grow(rows, num_new_tokens, lookahead, hashers):
+                return len(rows)
         computed = self.num_computed[rows]
         total = computed + num_new_tokens
         limit = np.minimum(total + lookahead, self.max_model_len)
@@ -221,6 +247,8 @@ class KVCacheManager:
 
     def append_tokens(self, rows: RowIds, token_ids: ArrayLike) -> None:
         """One sampled token for each row. RowError when a row is at max_model_len."""
+        if self._native is not None and self._native.append(rows, token_ids):
+            return
         at = self.num_tokens[rows]
         if at.size and at.max() >= self.max_model_len:
             raise RowError(
@@ -283,6 +311,8 @@ class KVCacheManager:
             orphans = self.rollback(rows, num_computed)
         self.growth.give_deferred_keys(rows, self.num_computed[rows])
         self.growth.release_rows(rows, request)
+        if self.row_keys is not None:
+            self.row_keys.clear(rows)
         self.num_tokens[rows] = 0
         self.num_computed[rows] = 0
         return orphans

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -87,6 +87,7 @@ class BlockPool:
             LRUQueue(num_blocks, self.place) if eviction is None else eviction
         )
         self.on_evict = on_evict
+        self.native: Any = None  # compiled helper over these arrays, when there is one
         self._last_step = 0
         self._in_flight: deque[int] = deque()
         self._fences: deque[tuple[int, BlockIds]] = deque()
@@ -139,6 +140,10 @@ class BlockPool:
             )
         if count <= 0:
             return _NO_BLOCKS
+        if self.native is not None:
+            taken = np.empty(count, np.int32)
+            if self.native.take(taken):
+                return taken
         blocks = self._take_unkeyed(count)
         if len(blocks) < count:
             victims = self._evict(count - len(blocks))
@@ -186,6 +191,10 @@ class BlockPool:
     def touch(self, blocks: BlockIds) -> None:
         """Add one reference to each block; a cached block nobody holds becomes owned, a fenced
         one with a key too. Raises BlockStateError for a block that is free."""
+        if self.native is not None:
+            blocks = np.ascontiguousarray(blocks, np.int32)
+            if self.native.touch(blocks):
+                return
         blocks = self._live_ids(blocks)
         if blocks.size == 0:
             return
@@ -227,6 +236,10 @@ class BlockPool:
         Those that reach zero wait for the steps in flight, then join the eviction order if they
         have a key, else the free stack. Raises BlockStateError on a double release.
         """
+        if self.native is not None and not self._in_flight:
+            blocks = np.ascontiguousarray(blocks, np.int32)
+            if self.native.release(blocks):
+                return
         blocks = self._live_ids(blocks)
         if blocks.size == 0:
             return

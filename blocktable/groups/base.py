@@ -43,9 +43,9 @@ class Group:
         self.group_id, self.spec = group_id, spec
         self.block_size = spec.block_size * cp_world
         self.max_model_len, self.max_step_tokens = max_model_len, max_step_tokens
-        self.caching = caching and self.cacheable
+        self.caching = caching and self.cacheable and self.row_width() > 0
         self.table = HostTable(max_rows, max(1, self.row_width()))
-        self.capacity = self.capacity_of(np.zeros(max_rows, np.int32))
+        self.capacity = self.capacity_of(np.zeros(max_rows, np.int32)).astype(np.int32)
         self.keyed = np.zeros(max_rows, np.int32)
         self.key_due = np.full(max_rows, self.block_size if self.caching else NEVER, np.int32)
         self.skipped = np.zeros(max_rows, np.int32)

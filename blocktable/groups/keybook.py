@@ -51,6 +51,9 @@ class CacheSink(Protocol):
         ...
 
 
+STORED, REMOVED, CLEARED, VERSION = range(4)
+
+
 def spread(rows: Ints, start: Ints, spans: Ints) -> tuple[Ints, Ints]:
     """Rows and columns, one entry a block, of the intervals start[i] .. start[i] + spans[i]."""
     offset = np.cumsum(spans) - spans - start
@@ -58,14 +61,33 @@ def spread(rows: Ints, start: Ints, spans: Ints) -> tuple[Ints, Ints]:
 
 
 class KeyBook:
-    """Keys of cached blocks. ``stored``, ``removed``, ``cleared`` count since construction;
-    ``version`` rises whenever a key is taken away (hits found before may be stale)."""
+    """Keys of cached blocks, and how many were given and taken since construction."""
 
     def __init__(
         self, pool: BlockPool, index: PrefixIndex, rows: RowKeys, sink: CacheSink | None
     ) -> None:
         self.pool, self.index, self.rows, self.sink = pool, index, rows, sink
-        self.stored = self.removed = self.cleared = self.version = 0
+        self.counters = np.zeros(4, np.int64)
+
+    @property
+    def stored(self) -> int:
+        """Blocks that were given a key."""
+        return int(self.counters[STORED])
+
+    @property
+    def removed(self) -> int:
+        """Blocks whose key was taken away, one by one."""
+        return int(self.counters[REMOVED])
+
+    @property
+    def cleared(self) -> int:
+        """Times all keys went at once."""
+        return int(self.counters[CLEARED])
+
+    @property
+    def version(self) -> int:
+        """Changes whenever a key is taken away."""
+        return int(self.counters[VERSION])
 
     def give(self, group: Group, rows: Ints, upto: Ints) -> None:
         """Key the blocks keyed[row] .. upto[i] of each row; upto must be above keyed."""
@@ -91,7 +113,7 @@ class KeyBook:
         keys = self.rows.flat[owner.astype(np.int64) * self.rows.max_blocks + last]
         self.index.insert(blocks, keys, group.group_id)
         self.pool.keyed[blocks] = True
-        self.stored += len(blocks)
+        self.counters[STORED] += len(blocks)
         if self.sink is not None:
             self._report(self.sink, group, owner, column, blocks, keys)
 
@@ -135,14 +157,14 @@ class KeyBook:
             groups = self.index.group[blocks].astype(np.int32)
             self.sink.removed(RemovedBlocks(groups, blocks, self.index.keys_of(blocks)))
         self.index.remove(blocks)
-        self.removed += len(blocks)
-        self.version += 1
+        self.counters[REMOVED] += len(blocks)
+        self.counters[VERSION] += 1
 
     def clear(self) -> None:
         """All keys go; cached blocks become free."""
         self.index.clear()
         self.pool.forget_keys()
-        self.cleared += 1
-        self.version += 1
+        self.counters[CLEARED] += 1
+        self.counters[VERSION] += 1
         if self.sink is not None:
             self.sink.cleared()

@@ -16,6 +16,8 @@ blocks out; walks of the same chain in one batch run in step and write the same 
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -34,6 +36,7 @@ class PrefixIndex:
         self.group = np.zeros(num_blocks, np.uint8)
         self.doomed = np.zeros(num_blocks, np.bool_)
         self.size = np.zeros(1, np.int64)
+        self.native: Any = None  # compiled helper over these arrays, when there is one
 
     def __len__(self) -> int:
         return int(self.size[0])
@@ -44,6 +47,10 @@ class PrefixIndex:
 
     def insert(self, blocks: BlockIds, keys: Keys, group: int = 0) -> None:
         """Add blocks that carry no key yet, with their keys uint8 [k, key_bytes], in order."""
+        if self.native is not None:
+            blocks, keys = np.ascontiguousarray(blocks, np.int32), np.ascontiguousarray(keys)
+            self.native.insert(blocks, keys, group)
+            return
         words = tagged_words(keys, group)
         self.words[blocks] = words
         self.group[blocks] = group
@@ -73,6 +80,10 @@ class PrefixIndex:
 
     def find(self, keys: Keys, group: int = 0) -> BlockIds:
         """The first block inserted under each key, int32 [k]; 0 where there is none."""
+        if self.native is not None:
+            found = np.empty(len(keys), np.int32)
+            self.native.find(found, np.ascontiguousarray(keys), group)
+            return found
         words = tagged_words(keys, group)
         found = np.zeros(len(words), np.int32)
         if len(words) == 0 or self.size[0] == 0:
@@ -97,6 +108,9 @@ class PrefixIndex:
     def find_prefix(self, keys: Keys, group: int = 0) -> BlockIds:
         """Blocks of the longest run of leading keys that are all found. A cold prompt is known to
         be one after a single comparison; the part looked up grows eightfold."""
+        if self.native is not None:
+            found = np.empty(len(keys), np.int32)
+            return found[: self.native.find_prefix(found, np.ascontiguousarray(keys), group)]
         parts, start, span = [], 0, 1
         while start < len(keys):
             found = self.find(keys[start : start + span], group)
@@ -114,6 +128,9 @@ class PrefixIndex:
 
     def remove(self, blocks: BlockIds) -> None:
         """Take out blocks that carry a key. They cannot be found any more."""
+        if self.native is not None:
+            self.native.remove(np.ascontiguousarray(blocks, np.int32))
+            return
         self.doomed[blocks] = True
         at = self._buckets(self.words[blocks, 0])
         while at.size:

@@ -31,6 +31,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from blocktable.core.errors import ConfigError, RequestError
+from blocktable.core.native import load
 from blocktable.core.types import Keys, TokenIds
 
 KEY_BYTES = {"sha256": 32, "blake3": 32, "xxh3_128": 16}
@@ -101,6 +102,9 @@ class KeyHasher:
     def start(self, root: bytes) -> Any:
         """A running hasher (update, digest, copy) at the beginning of a chain."""
         if self.algorithm == "sha256":
+            native = load()
+            if native is not None:
+                return native.Sha256(root + CHAIN_HEADER)
             return hashlib.sha256(root + CHAIN_HEADER)
         if self.algorithm == "blake3":
             return _Blake3(root)
@@ -171,6 +175,8 @@ def hash_blocks(
 ) -> bytes:
     """Keys, joined, of the complete blocks in ``tokens``, whose first token is at position
     ``start`` (a block boundary); the hasher moves on."""
+    if not media and hasattr(hasher, "blocks"):
+        return hasher.blocks(np.ascontiguousarray(tokens, "<i4").data, 4 * block_size)
     chunks = chunk_tokens(tokens, block_size)
     if media:
         chunks = [

@@ -32,6 +32,7 @@ class RowKeys:
         self.media: list[tuple[MediaItem, ...]] = [()] * max_rows
         self.hashers: list[Any] = [None] * max_rows
         self._has_media = np.zeros(max_rows, np.bool_)
+        self.num_media = 0  # rows with media: their keys need Python
         self._within = np.arange(block_size)
         self._chunk_type = f"V{4 * block_size}"
 
@@ -41,8 +42,17 @@ class RowKeys:
         self.keys[row, : len(keys)] = keys
         self.num_hashed[row] = len(keys)
         self.roots[row], self.media[row] = sequence.root, sequence.media
-        self._has_media[row] = bool(sequence.media)
+        if sequence.media:
+            self._has_media[row] = True
+            self.num_media = int(np.count_nonzero(self._has_media))
         self.hashers[row] = sequence.hasher_after(len(keys))
+
+    def clear(self, rows: RowIds) -> None:
+        """The rows are empty."""
+        self.num_hashed[rows] = 0
+        if self.num_media:
+            self._has_media[rows] = False
+            self.num_media = int(np.count_nonzero(self._has_media))
 
     def hash_upto(self, rows: RowIds, num_blocks: Counts) -> None:
         """Make sure that the first num_blocks[i] keys of rows[i] are there. One update and one
@@ -110,6 +120,7 @@ class RowKeys:
         self.keys[dst, :n] = self.keys[src, :n]
         self.num_hashed[dst] = n
         self._has_media[dst] = self._has_media[src]
+        self.num_media = int(np.count_nonzero(self._has_media))
         for row in dst.tolist():
             self.roots[row], self.media[row] = self.roots[src], self.media[src]
             self.hashers[row] = self.hashers[src].copy()
@@ -120,6 +131,9 @@ class RowKeys:
         self.keys[dst, :n] = self.keys[src, :n]
         self.num_hashed[dst] = self.num_hashed[src]
         self._has_media[dst] = self._has_media[src]
+        gone = np.setdiff1d(src, dst)
+        self.num_hashed[gone] = 0
+        self._has_media[gone] = False
         for held in (self.roots, self.media, self.hashers):
             moved = [held[row] for row in src.tolist()]
             for row, value in zip(dst.tolist(), moved, strict=True):

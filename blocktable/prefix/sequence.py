@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from blocktable.core.errors import RequestError
+from blocktable.core.native import load
 from blocktable.core.types import Keys, TokenIds
 from blocktable.prefix.keys import (
     MAX_TOKEN,
@@ -24,6 +25,15 @@ from blocktable.prefix.keys import (
 def as_token_ids(tokens: ArrayLike) -> TokenIds:
     """Token ids as int32 [n]. RequestError for anything but integers 0 .. 2**31 - 1."""
     if isinstance(tokens, (list, tuple)):
+        native = load()
+        if native is not None:
+            ids = np.empty(len(tokens), np.int32)
+            bad = native.token_ids(tokens, ids)
+            if bad >= 0:
+                raise RequestError(
+                    f"token {bad} is {tokens[bad]!r}; token ids are integers 0 .. {MAX_TOKEN}"
+                )
+            return ids
         try:
             values: Any = tokens
             ids = np.frombuffer(array("i", values), np.int32)
