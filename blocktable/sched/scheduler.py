@@ -86,6 +86,11 @@ class Scheduler:
         return bool(self._state.by_id or self._state.in_flight)
 
     @property
+    def has_requests(self) -> bool:
+        """Some request waits or runs: a step may be worth scheduling."""
+        return bool(self._state.by_id)
+
+    @property
     def num_in_flight(self) -> int:
         """Steps scheduled and not yet updated."""
         return len(self._state.in_flight)
