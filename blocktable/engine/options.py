@@ -39,6 +39,9 @@ class EngineOptions:
         cuda_graphs: replay decode steps as CUDA graphs (GPU only).
         gpu_memory_utilization: share of a GPU's whole memory that weights, activations and the
             pool may take together, where neither ``num_blocks`` nor ``memory_bytes`` is given.
+        tensor_parallel_size: ranks that share the model, each with its part of the heads. They are
+            started as processes of this machine, or by torchrun.
+        rank_timeout: seconds after which a silent rank ends the engine with an error.
     """
 
     dtype: str = "auto"
@@ -61,9 +64,13 @@ class EngineOptions:
     compile: bool | None = None
     cuda_graphs: bool = True
     gpu_memory_utilization: float = 0.9
+    tensor_parallel_size: int = 1
+    rank_timeout: float = 60.0
 
     def __post_init__(self) -> None:
-        for name in ("block_size", "max_num_seqs", "max_num_batched_tokens"):
+        for name in (
+            "block_size", "max_num_seqs", "max_num_batched_tokens", "tensor_parallel_size",
+        ):  # fmt: skip
             _positive(name, getattr(self, name))
         for name in ("num_blocks", "memory_bytes", "max_model_len"):
             if getattr(self, name) is not None:

@@ -1,0 +1,109 @@
+"""Loading one rank's shard of a model by transformers' own tensor-parallel plan."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+
+from blocktable.core.errors import ConfigError, LoadError
+from blocktable.engine.loader import LoadedModel
+from blocktable.engine.loader.dtypes import choose_dtype
+from blocktable.engine.loader.hub import load_tokenizer, one_line
+from blocktable.parallel.handshake import kv_head_map
+
+_KV_PROJECTIONS = ("k_proj", "v_proj")
+
+
+def load_shard(
+    source: str, rank: int, world_size: int, *, dtype: str, device: str,
+    allow_download: bool = False, tokenizer: Any = None,
+) -> LoadedModel:  # fmt: skip
+    """This rank's part of the causal language model in a directory or under an id.
+
+    torch.distributed must be initialised. KV heads are shared out, or, where there are fewer than
+    ranks, held by every rank whose query heads read them. Raises LoadError where transformers has
+    no plan for the family, ConfigError where the heads cannot be spread.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    local_only = not allow_download
+    try:
+        config = AutoConfig.from_pretrained(source, local_files_only=local_only)
+        _check_plan(AutoModelForCausalLM, config)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise LoadError(f"cannot load {source}: {one_line(error)}") from error
+    heads = _heads(config.get_text_config(), world_size, rank)
+    chosen = choose_dtype(dtype, device)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # the argument's next name is not in all
+            model = AutoModelForCausalLM.from_pretrained(  # releases that this package supports
+                source,
+                dtype=chosen,
+                local_files_only=local_only,
+                tp_plan="auto",
+                tp_size=world_size,
+            )
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
+        raise LoadError(f"cannot load rank {rank} of {source}: {one_line(error)}") from error
+    if heads is not None:
+        _keep_heads(model, heads)
+    found = tokenizer or load_tokenizer(source, local_only=local_only)
+    return LoadedModel(model.eval(), found, source, owned=False)
+
+
+def _check_plan(auto: Any, config: Any) -> None:
+    with torch.device("meta"):
+        plan = auto.from_config(config)._tp_plan or {}
+    if not any("layers" in name for name in plan):
+        raise LoadError(f"transformers has no tensor-parallel plan for {config.model_type!r}")
+
+
+def _heads(config: Any, world_size: int, rank: int) -> Any:
+    """The KV heads this rank keeps where ranks must share them, None where the plan can split."""
+    num_kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    held = kv_head_map(config.num_attention_heads, num_kv_heads, world_size, rank)
+    return None if num_kv_heads % world_size == 0 else torch.from_numpy(held).long()
+
+
+def _keep_heads(model: Any, heads: torch.Tensor) -> None:
+    """Give this rank its heads' rows of the K and V projections, which the plan split evenly.
+
+    Collective: the split parts are gathered, and each rank keeps what its query heads read.
+    """
+    found = 0
+    for module in model.modules():
+        if not all(isinstance(getattr(module, n, None), torch.nn.Linear) for n in _KV_PROJECTIONS):
+            continue
+        size, found = module.head_dim, found + 1
+        rows = (heads[:, None] * size + torch.arange(size)).flatten()
+        for name in _KV_PROJECTIONS:
+            setattr(module, name, _rows_of(getattr(module, name), rows))
+        local_queries = _local(module.q_proj.weight).shape[0] // size
+        module.num_key_value_groups = local_queries // len(heads)
+    if not found:
+        raise ConfigError("this model's K and V projections cannot be shared between ranks")
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """A distributed tensor's part on this rank; any other tensor as it is."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor  # pyright: ignore
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    """A distributed tensor gathered from all ranks; any other tensor as it is."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor  # pyright: ignore
+
+
+def _rows_of(linear: torch.nn.Linear, rows: torch.Tensor) -> torch.nn.Linear:
+    weight = _whole(linear.weight)
+    cut = torch.nn.Linear(
+        weight.shape[1], len(rows), bias=linear.bias is not None, device="meta", dtype=weight.dtype
+    )
+    cut.weight = torch.nn.Parameter(weight[rows.to(weight.device)], requires_grad=False)
+    if linear.bias is not None:
+        bias = _whole(linear.bias)
+        cut.bias = torch.nn.Parameter(bias[rows.to(bias.device)], requires_grad=False)
+    return cut

@@ -1,0 +1,128 @@
+"""`LLM(..., tensor_parallel_size=n)`: the text of one rank, from several; and ranks that fail."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from blocktable import LLM, SamplingParams
+from blocktable.core.errors import BlocktableError, ConfigError, RankError
+
+OPTIONS = {
+    "dtype": "float32", "num_blocks": 24, "max_model_len": 160, "max_num_seqs": 8, "block_size": 8,
+    "max_num_batched_tokens": 64, "seed": 0, "rank_timeout": 30.0,
+}  # fmt: skip
+SHARED = [7, 8, 9, 10] * 5
+PROMPTS = [
+    SHARED + [i + 20 for i in range(n)] for n in (1, 9, 30, 3)
+] + [[11, 12], list(range(3, 90))]  # fmt: skip
+PARAMS = [SamplingParams(max_tokens=24 + i, temperature=0.0, ignore_eos=True) for i in range(6)]
+
+
+def model_directory(path: Path, kv_heads: int, family: str) -> Path:
+    from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
+
+    shape = {
+        "vocab_size": 128, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+        "num_attention_heads": 8, "num_key_value_heads": kv_heads, "head_dim": 16,
+        "max_position_embeddings": 256, "tie_word_embeddings": False,
+    }  # fmt: skip
+    torch.manual_seed(0)
+    config = {"llama": LlamaConfig, "qwen3": Qwen3Config}[family](**shape)
+    AutoModelForCausalLM.from_config(config).save_pretrained(path)
+    return path
+
+
+def answers(llm: LLM) -> list[list[int]]:
+    outputs = llm.generate(PROMPTS, PARAMS)
+    again = llm.generate(PROMPTS[:2], PARAMS[:2])  # through the prefix cache
+    return [output.outputs[0].token_ids for output in [*outputs, *again]]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "kv_heads", "family"),
+    [(2, 2, "llama"), (4, 2, "llama"), (2, 4, "qwen3")],
+    ids=["split", "replicated", "qwen3"],
+)
+def test_text_equals_the_single_rank_run(tmp_path, ranks, kv_heads, family):
+    """Float32 over gloo, in a pool so small that requests are preempted and recomputed."""
+    directory = model_directory(tmp_path, kv_heads, family)
+    expected = answers(LLM(str(directory), **OPTIONS))
+    llm = LLM(str(directory), tensor_parallel_size=ranks, **OPTIONS)
+    try:
+        assert answers(llm) == expected
+        assert llm.engine.scheduler.stats.num_preemptions > 0
+    finally:
+        llm.engine.runner.close_ranks()
+
+
+def test_a_rank_killed_in_mid_decode_ends_the_engine_with_its_name(tmp_path):
+    directory = model_directory(tmp_path, 2, "llama")
+    llm = LLM(str(directory), tensor_parallel_size=2, **(OPTIONS | {"rank_timeout": 8.0}))
+    children = torch.multiprocessing.active_children()
+    try:
+        stream = llm.stream([[5, 6, 7]], SamplingParams(max_tokens=100, ignore_eos=True))
+        next(stream)
+        os.kill(children[0].pid, signal.SIGKILL)
+        began = time.monotonic()
+        with pytest.raises(RankError, match=r"rank 1 (died|did not confirm)"):
+            llm.engine.step()
+            while True:
+                llm.engine.step()
+        assert time.monotonic() - began < 10.0
+    finally:
+        llm.engine.runner.close_ranks()
+
+
+def test_a_rank_that_cannot_start_is_an_error_of_the_constructor(tmp_path):
+    began = time.monotonic()
+    with pytest.raises(BlocktableError):
+        LLM(str(tmp_path), tensor_parallel_size=2, **(OPTIONS | {"rank_timeout": 8.0}))
+    assert time.monotonic() - began < 30.0
+    assert not torch.distributed.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "message"),
+    [
+        ("smollm2", {}, "needs a Hugging Face model"),
+        (object(), {}, "not a model object"),
+        ("x", {"async_steps": True}, "async_steps"),
+        ("x", {"tensor_parallel_size": 0}, "tensor_parallel_size must be a positive integer"),
+    ],
+)
+def test_what_cannot_be_split_is_refused_before_anything_starts(model, options, message):
+    with pytest.raises(ConfigError, match=message):
+        LLM(model, **({"tensor_parallel_size": 2} | options))
+
+
+SCRIPT = """
+import sys
+from blocktable import LLM, SamplingParams
+llm = LLM(sys.argv[1], tensor_parallel_size=2, dtype="float32", num_blocks=20, max_model_len=64)
+out = llm.generate([[3, 4, 5]], SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True))
+print("tokens", out[0].outputs[0].token_ids)
+llm.engine.runner.close_ranks()
+"""
+
+
+def test_torchrun(tmp_path):
+    directory = model_directory(tmp_path / "model", 2, "llama")
+    script = tmp_path / "serve.py"
+    script.write_text(SCRIPT)
+    single = LLM(str(directory), dtype="float32", num_blocks=20, max_model_len=64)
+    params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+    expected = single.generate([[3, 4, 5]], params)[0].outputs[0].token_ids
+    run = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
+         str(script), str(directory)],
+        capture_output=True, text=True, timeout=120, check=False,
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent)},
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr[-2000:]
+    assert run.stdout.count("tokens") == 1 and f"tokens {expected}" in run.stdout
