@@ -52,9 +52,14 @@ def prepare_engine(
     model = loaded.model
     device = torch.device(options.device)
     if _accelerates(loaded, options):
-        from blocktable.engine.linear import accelerate_linears
+        if options.on_gpu:
+            from blocktable.engine.gpu.fuse import fuse_siblings
 
-        accelerate_linears(model)
+            fuse_siblings(model)
+        else:
+            from blocktable.engine.linear import accelerate_linears
+
+            accelerate_linears(model)
     if probed is None:
         probed = probe_model(model, paged_attention, write_kv)
     layout = plan_layout(probed, options.block_size, model.dtype)
@@ -143,8 +148,7 @@ def _runner(options: EngineOptions, batched: int, *parts: Any) -> ModelRunner:
 
 
 def _accelerates(loaded: LoadedModel, options: EngineOptions) -> bool:
-    wanted = loaded.owned if options.accelerate is None else options.accelerate
-    return wanted and options.device == "cpu"
+    return loaded.owned if options.accelerate is None else options.accelerate
 
 
 def _model_limit(text_config: Any, options: EngineOptions) -> int:

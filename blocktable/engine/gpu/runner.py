@@ -59,10 +59,12 @@ class GraphRunner(ModelRunner):
         ]
         hosts = [manager.tables[g] for g in self._attention_groups]
         self.tables = MultiGroupBlockTable.over(
-            hosts, max(max_num_batched_tokens, max_num_seqs), self.device,
+            hosts, max(max_num_batched_tokens, max_num_seqs, 2), self.device,
             [specs[g].block_size for g in self._attention_groups],
         )  # fmt: skip
-        self._inputs = StaticInputs(max_num_seqs, max_num_batched_tokens, self.device)
+        self._inputs = StaticInputs(
+            max(max_num_seqs, 2), max(max_num_batched_tokens, 2), self.device
+        )
         shapes = group_shapes(
             probed.layers, self.memory.caches, len(hosts), model.dtype, self.device
         )
@@ -70,7 +72,8 @@ class GraphRunner(ModelRunner):
             None if shape is None else GroupPlanner(shape, host, self.device, max_num_seqs)
             for shape, host in zip(shapes, hosts, strict=True)
         ]
-        sizes = capture_sizes(max_num_seqs, step=16)
+        # a compiler makes a second build for a single token: one request is padded to two
+        sizes = [size for size in capture_sizes(max_num_seqs, step=16) if size > 1] or [2]
         self._graphs = {shares: GraphPool(sizes, self.device) for shares in (False, True)}
         self._use_graphs = (
             use_graphs
@@ -163,12 +166,15 @@ class GraphRunner(ModelRunner):
 
     def _launch(self, output: SchedulerOutput, inputs: Any) -> torch.Tensor | None:
         """The step kernel by kernel."""
-        staged = self._stage(output, inputs, requests=len(output.rows), tokens=output.num_total)
+        tokens = max(output.num_total, 2)  # see capture sizes
+        staged = self._stage(output, inputs, requests=len(output.rows), tokens=tokens)
         plans = [
             None
             if planner is None
             else planner.upload(
-                planner.host_plan(output.rows, inputs.query_start_loc, inputs.seq_lens)
+                planner.host_plan(
+                    output.rows, inputs.query_start_loc, inputs.seq_lens, num_tokens=tokens
+                )
             )
             for planner in self._planners
         ]

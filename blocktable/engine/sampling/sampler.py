@@ -287,6 +287,15 @@ class Sampler:
         tokens[self._upload(plan.random)] = drawn
         return tokens
 
+    def _draw_in_one(
+        self, logits: Tensor, rows: RowIds, positions: NDArray[np.int64], plan: _Plan
+    ) -> Tensor:
+        """Rows that have a temperature and nothing else, on a GPU."""
+        from blocktable.engine.sampling.triton_draw import draw_rows
+
+        uniform = self._upload(uniforms(self.rows.key[rows], positions))
+        return draw_rows(logits, plan.floats[0], uniform)
+
     def _draw_random(
         self, logits: Tensor, rows: RowIds, positions: NDArray[np.int64], plan: _Plan
     ) -> Tensor:
