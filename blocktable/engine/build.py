@@ -57,9 +57,9 @@ def prepare_engine(
 
             fuse_siblings(model)
         else:
-            from blocktable.engine.linear import accelerate_linears
+            from blocktable.engine.fuse import accelerate_model
 
-            accelerate_linears(model)
+            accelerate_model(model)
     if probed is None:
         probed = probe_model(model, paged_attention, write_kv)
     layout = plan_layout(probed, options.block_size, model.dtype)
