@@ -1,6 +1,6 @@
 """Builds the optional compiled parts; everything else is declared in pyproject.toml.
 
-Both extensions are optional: where there is no compiler the wheel is built without them, and
+All extensions are optional: where there is no compiler the wheel is built without them, and
 the package runs the same operations in NumPy and Numba (it says so once, when first used).
 """
 
@@ -21,6 +21,15 @@ def extensions() -> list[Extension]:
             Extension(
                 "blocktable.core._native",
                 ["blocktable/core/_native.c"],
+                extra_compile_args=COMMON,
+                optional=True,
+            )
+        )
+    if Path("blocktable/device/_commit.c").exists():
+        found.append(
+            Extension(
+                "blocktable.device._commit",
+                ["blocktable/device/_commit.c"],
                 extra_compile_args=COMMON,
                 optional=True,
             )

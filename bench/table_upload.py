@@ -16,13 +16,13 @@ import time
 import numpy as np
 
 from blocktable.core.table import HostTable
-from blocktable.device.upload_plan import GroupDelta, plan_upload
+from blocktable.device import upload
 
 
 def decode_steps(rows: int, width: int, steps: int, block: int) -> dict[str, float]:
     """Commit ``steps`` decode steps of a table of ``rows`` requests; bytes and microseconds."""
     rng = np.random.default_rng(0)
-    table = HostTable(rows, width)
+    table, tables = HostTable(rows, width), upload.DeviceTables(rows, [width], "cpu")
     lengths = rng.integers(1, (width - steps // block - 2) * block // 64 + 2, rows)
     held = -(-lengths // block)
     table.append(np.arange(rows), held, np.arange(1, held.sum() + 1))
@@ -35,7 +35,7 @@ def decode_steps(rows: int, width: int, steps: int, block: int) -> dict[str, flo
         lengths += 1
         start = time.perf_counter()
         if table.is_dirty:
-            plan = plan_upload([GroupDelta(table.drain(), table.flat, width, 0)])
+            plan = tables.plan([(0, table)])
             plan.pack(out)
             sizes.append(4 * plan.num_ints)
         else:
@@ -57,11 +57,15 @@ def main() -> None:
     parser.add_argument("--max-len", type=int, nargs="+", default=[8192, 131072, 1048576])
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--steps", type=int, default=256)
+    parser.add_argument("--no-helper", action="store_true", help="plan in NumPy")
     options = parser.parse_args()
+    if options.no_helper:
+        upload.take_entries = None
     for max_len in options.max_len:
         width = -(-max_len // options.block_size)
         found = decode_steps(options.rows, width, options.steps, options.block_size)
-        print(json.dumps({"rows": options.rows, "max_len": max_len, **found}))
+        helper = upload.take_entries is not None
+        print(json.dumps({"rows": options.rows, "max_len": max_len, "helper": helper, **found}))
 
 
 if __name__ == "__main__":

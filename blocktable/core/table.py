@@ -270,6 +270,12 @@ class HostTable:
         """Whether anything changed since the last drain."""
         return bool(self._log_n[0])
 
+    @property
+    def record(self) -> tuple[NDArray[np.int32], NDArray[np.int32], RowIds, NDArray[np.int64]]:
+        """The record of changes itself, for a compiled `drain`: state int32 [6, max_rows] (counts,
+        lo, hi, null_lo, null_hi, origin), extent int32 [max_rows], log of rows, its length [1]."""
+        return self._state, self._extent, self._log, self._log_n
+
     def drain(self) -> TableDelta:
         """All changes since the last drain (or construction), and forget them. O(rows changed)."""
         delta = self.peek()

@@ -31,6 +31,8 @@ class StagingSlot:
         self._cuda = device.type == "cuda"
         self.tensor = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=self._cuda)
         self.array = self.tensor.numpy()  # uint8 [num_bytes]
+        self.int_tensor = self.tensor[: num_bytes // 4 * 4].view(torch.int32)
+        self.ints = self.int_tensor.numpy()  # int32 [num_bytes // 4], the same bytes
         self._event = torch.cuda.Event() if self._cuda else None
         self._pending = False
 

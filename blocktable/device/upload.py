@@ -15,14 +15,20 @@ import torch
 from numpy.typing import NDArray
 
 from blocktable.core.errors import ConfigError
-from blocktable.core.table import TableDelta
+from blocktable.core.table import HostTable, TableDelta
 from blocktable.device.staging import StagingRing
-from blocktable.device.upload_plan import GroupDelta, UploadPlan, plan_upload, spans
+from blocktable.device.upload_plan import GroupDelta, UploadPlan, entries_plan, plan_upload, spans
 
 Backend = Literal["triton", "numpy"]
 
 _FIRST_STAGING_BYTES = 64 * 1024
 _MAX_CELLS = 2**31 - 1
+_MOST_ENTRIES = 4096  # longer changes are cheaper as spans: 4 bytes an entry instead of 8
+
+try:
+    from blocktable.device._commit import take_entries
+except ImportError:  # not built: the same plans in NumPy
+    take_entries = None
 
 
 class Source(Protocol):
@@ -90,6 +96,8 @@ class DeviceTables:
             for base, width in zip(self.bases, widths, strict=True)
         )
         self._ring = StagingRing(_FIRST_STAGING_BYTES, self.device)
+        self._cells = np.zeros(max(_MOST_ENTRIES, 2 * num_rows * len(widths)), np.int32)
+        self._values = np.zeros_like(self._cells)
         self._host = self.arena.numpy() if self.device.type == "cpu" else None
         self.last_commit = _NOTHING
 
@@ -99,18 +107,44 @@ class DeviceTables:
         At most one staging write and one kernel, with bytes in proportion to the entries changed.
         """
         which = range(len(self.widths)) if groups is None else groups
-        changed = [
-            GroupDelta(source.drain(), source.flat, self.widths[g], self.bases[g])
-            for g, source in zip(which, sources, strict=True)
-            if source.is_dirty
-        ]
-        if not changed:
+        dirty = [(g, source) for g, source in zip(which, sources, strict=True) if source.is_dirty]
+        if not dirty:
             self.last_commit = _NOTHING
         elif self.backend == "triton":
-            self.last_commit = self._launch(plan_upload(changed))
+            self.last_commit = self._launch(self.plan(dirty))
         else:
-            self.last_commit = self._scatter(changed)
+            self.last_commit = self._scatter(dirty)
         return self.last_commit
+
+    def plan(self, dirty: Sequence[tuple[int, Source]]) -> UploadPlan:
+        """Drain the sources of these groups: what to upload. Single entries are found by the
+        compiled helper where it is built; they lie in buffers that the next call overwrites."""
+        used, rest = self._take_entries(dirty)
+        entries = self._cells[:used], self._values[:used]
+        if not rest:
+            return entries_plan(*entries)
+        return plan_upload([self._drained(g, source) for g, source in rest], entries)
+
+    def _drained(self, group: int, source: Source) -> GroupDelta:
+        return GroupDelta(source.drain(), source.flat, self.widths[group], self.bases[group])
+
+    def _take_entries(
+        self, dirty: Sequence[tuple[int, Source]]
+    ) -> tuple[int, list[tuple[int, Source]]]:
+        """Entries put into the buffers, and the groups whose changes are more than entries."""
+        used, rest = 0, []
+        for g, source in dirty:
+            found = -1
+            if take_entries is not None and isinstance(source, HostTable):
+                found = take_entries(
+                    *source.record, source.flat, self._cells, self._values,
+                    self.widths[g], self.bases[g], used,
+                )  # fmt: skip
+            if found < 0:
+                rest.append((g, source))
+            else:
+                used = found
+        return used, rest
 
     def _launch(self, plan: UploadPlan) -> CommitStats:
         from blocktable.device import upload_kernel
@@ -119,18 +153,21 @@ class DeviceTables:
         if size == 0:
             return _NOTHING
         with self._ring.next(size) as slot:
-            plan.pack(slot.array.view(np.int32))
+            plan.pack(slot.ints)
             upload_kernel.launch(
-                self.arena, slot.tensor.view(torch.int32), len(plan.cells), len(plan.cells),
+                self.arena, slot.int_tensor, len(plan.cells), len(plan.cells),
                 plan.num_chains, operations, plan.max_stop,
             )  # fmt: skip
         return CommitStats(len(plan.cells), operations, size)
 
-    def _scatter(self, changed: Sequence[GroupDelta]) -> CommitStats:
+    def _scatter(self, dirty: Sequence[tuple[int, Source]]) -> CommitStats:
         if self._host is None:
             raise ConfigError(f"the numpy backend cannot write tables on {self.device}")
-        written = operations = 0
-        for group in changed:
+        written, rest = self._take_entries(dirty)
+        self._host[self._cells[:written]] = self._values[:written]
+        operations = 0
+        for g, source in rest:
+            group = self._drained(g, source)
             rows = self._host[group.base :][: self.num_rows * group.width]
             written += _apply(group, rows)
             operations += len(group.delta.copy_dst) + len(group.delta.fill_row)

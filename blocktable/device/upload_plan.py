@@ -92,9 +92,15 @@ def spans(start: NDArray, length: NDArray) -> Ints:
     return np.repeat(shift, length) + np.arange(total)
 
 
-def plan_upload(groups: Sequence[GroupDelta]) -> UploadPlan:
-    """One plan for all groups' changes. O(entries changed); nothing in it refers to host memory."""
-    cells, values = [], []
+def plan_upload(
+    groups: Sequence[GroupDelta], entries: tuple[NDArray[np.int32], NDArray[np.int32]] | None = None
+) -> UploadPlan:
+    """One plan for all groups' changes, and the ``entries`` (cells, values) found already.
+
+    O(entries changed); nothing in it refers to the host tables.
+    """
+    cells: list[NDArray] = [] if entries is None else [entries[0]]
+    values: list[NDArray] = [] if entries is None else [entries[1]]
     rest: list[GroupDelta] = []
     for group in groups:
         delta = group.delta
@@ -108,12 +114,17 @@ def plan_upload(groups: Sequence[GroupDelta]) -> UploadPlan:
             rest.append(group)
     if rest:
         return _plan_general(cells, values, rest)
-    if len(cells) == 1:
-        return UploadPlan(cells[0].astype(np.int32), values[0], _NO_CHAINS, _NO_OPERATIONS, _NONE)
-    return UploadPlan(_join(cells), _join(values), _NO_CHAINS, _NO_OPERATIONS, _NONE)
+    return entries_plan(_join(cells), _join(values))
+
+
+def entries_plan(cells: NDArray[np.int32], values: NDArray[np.int32]) -> UploadPlan:
+    """A plan of single entries only."""
+    return UploadPlan(cells, values, _NO_CHAINS, _NO_OPERATIONS, _NONE)
 
 
 def _join(parts: Sequence[NDArray]) -> NDArray[np.int32]:
+    if len(parts) == 1:
+        return parts[0].astype(np.int32, copy=False)
     return np.concatenate(parts).astype(np.int32) if parts else _NONE
 
 

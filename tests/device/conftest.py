@@ -14,18 +14,22 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def _places() -> list[str]:
-    if INTERPRETED:
-        return ["interpreted"]
-    return ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+    """Each place with the compiled helper, where it is built, and with NumPy alone."""
+    place = "interpreted" if INTERPRETED else "cpu"
+    places = [place, *(["cuda"] if torch.cuda.is_available() and not INTERPRETED else [])]
+    return [*places, *(f"{place} without helper" for place in places)]
 
 
 @pytest.fixture(params=_places())
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.device:
     """Each device that the tables can live on here."""
-    if request.param == "interpreted":
+    place = request.param.split()[0]
+    if "without helper" in request.param:
+        monkeypatch.setattr(upload, "take_entries", None)
+    if place == "interpreted":
         monkeypatch.setattr(upload, "default_backend", lambda device: "triton")
         return torch.device("cpu")
-    return torch.device(request.param)
+    return torch.device(place)
 
 
 @pytest.fixture

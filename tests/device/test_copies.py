@@ -14,8 +14,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 def caches(layers: int = 3, blocks: int = 64) -> list[torch.Tensor]:
     return [
-        torch.randn(blocks, 2, 2, 16, 8, device=DEVICE, dtype=torch.bfloat16)
-        for _ in range(layers)
+        torch.randn(blocks, 2, 2, 16, 8, device=DEVICE, dtype=torch.bfloat16) for _ in range(layers)
     ]
 
 
