@@ -145,7 +145,7 @@ def _checked_block(source: Source, block: int) -> dict[str, Any]:
 
 def _tree_facts(source: Source) -> tuple[tuple[Any, ...], Callable[[list[int]], list[int]]]:
     def texts(run: list[int]) -> list[int]:
-        return [token for block in run for token in source.block(block)["tokens"]][:32]
+        return [token for block in run for token in source.block(block)["tokens"]][:48]
 
     return source.tree_arrays(), texts
 

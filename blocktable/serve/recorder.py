@@ -46,7 +46,7 @@ class TableRecorder:
         share: most of the engine's time that recording may take.
     """
 
-    def __init__(self, engine: Engine, ring_bytes: int, share: float = 0.008) -> None:
+    def __init__(self, engine: Engine, ring_bytes: int, share: float = 0.005) -> None:
         self._engine, self._share = engine, share
         self.ring = FrameRing(ring_bytes)
         pool = engine.manager.pool

@@ -25,9 +25,9 @@ def serve(model: str, config: ServerConfig, options: dict[str, Any]) -> None:
 
     listener = _listen(config)
     llm = LLM(model, **options)
-    app = build_app(llm.engine, config, llm.model_name)
+    app = build_app(llm.engine, config, model)
     host, port = listener.getsockname()[:2]
-    name = config.served_name or llm.model_name
+    name = config.served_name or model
     print(f"serving {name} at http://{host}:{port}/v1", file=sys.stderr)
     if config.inspector:
         print(f"inspector at http://{host}:{port}/inspect", file=sys.stderr, flush=True)

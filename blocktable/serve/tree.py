@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from os.path import commonprefix
 from typing import Any
 
 import numpy as np
@@ -25,8 +26,8 @@ def prefix_tree(
 
     All arrays are [n], one entry a cached block. A node: ``depth`` in the tree, ``block`` (its
     first), ``blocks`` (how many), ``start`` (index of its first block in a row), ``hits`` and
-    ``refs`` of its first block, ``children``, and ``text`` (``text_of`` its first blocks). A block
-    whose parent is gone begins a tree of its own. Most-hit branches come first; O(n).
+    ``refs`` of its first block, ``children``, and ``text`` (``text_of`` its first blocks, less what
+    its siblings begin with too). A block whose parent is gone begins a tree of its own. Most-hit branches come first; O(n).
     """
     known = {block: i for i, block in enumerate(blocks.tolist()) if places[i] >= 0}
     children: dict[int, list[int]] = {}
@@ -35,20 +36,21 @@ def prefix_tree(
         linked = parent in known and places[known[parent]] == places[i] - 1
         children.setdefault(parent if linked else 0, []).append(block)
     nodes: list[Node] = []
-    stack = [(block, 0) for block in _least_hit_first(children.get(0, ()), known, hits)]
+    stack = [(block, 0, 0) for block in _least_hit_first(children.get(0, ()), known, hits)]
     while stack and len(nodes) < max_nodes:
-        head, depth = stack.pop()
+        head, depth, common = stack.pop()
         run = [head]
         while len(children.get(run[-1], ())) == 1:
             run.append(children[run[-1]][0])
         branches = children.get(run[-1], ())
-        i = known[head]
+        i, text = known[head], text_of(run[:_SHOWN])
         nodes.append(
             {"depth": depth, "block": head, "blocks": len(run), "start": int(places[i]),
              "hits": int(hits[i]), "refs": int(references[i]), "children": len(branches),
-             "text": text_of(run[:_SHOWN])}
+             "text": f"...{text[common:]}" if common else text}
         )  # fmt: skip
-        stack += [(block, depth + 1) for block in _least_hit_first(branches, known, hits)]
+        same = len(commonprefix([text_of([block]) for block in branches]))
+        stack += [(b, depth + 1, same) for b in _least_hit_first(branches, known, hits)]
     return nodes
 
 

@@ -32,6 +32,7 @@ function ownerRgb(number) {
 }
 const css = (rgb) => `rgb(${rgb[0]},${rgb[1]},${rgb[2]})`;
 const kindOf = (code) => code & 7, refsOf = (code) => (code >> 3) & 255, numberOf = (code) => code >>> 11;
+const ink = (rgb) => (rgb[0] * 0.3 + rgb[1] * 0.59 + rgb[2] * 0.11 > 120 ? "#10131a" : "#ffffff");
 function rgbOf(code) { return kindOf(code) === 3 ? ownerRgb(numberOf(code)) : FIXED[kindOf(code)]; }
 function describe(code) {
   const kind = kindOf(code), number = numberOf(code);
@@ -264,7 +265,7 @@ async function showRequest(number) {
   if (!answer.ok) { $("detail").innerHTML = '<p class="hint">This request is no longer remembered.</p>'; return; }
   const f = await answer.json(), hit = Math.floor(f.cached / S.blockSize);
   const rows = f.rows.map((row, g) => `<p class="hint">${f.rows.length > 1 ? `group ${g}: ` : ""}row ${f.row}, ${row.length} blocks</p><div class="row">` +
-    row.map((b, i) => `<span data-block="${b}" title="entry ${i}: ${escape(describe(S.codes[b]))}" style="background:${i < hit ? COLOURS.shared : css(rgbOf(S.codes[b]))}">${b}</span>`).join("") + "</div>").join("");
+    row.map((b, i) => `<span data-block="${b}" title="entry ${i}: ${escape(describe(S.codes[b]))}" style="background:${i < hit ? COLOURS.shared : css(rgbOf(S.codes[b]))};color:${i < hit ? "#10131a" : ink(rgbOf(S.codes[b]))}">${b}</span>`).join("") + "</div>").join("");
   $("detail").innerHTML = `<h3>${escape(f.id)}</h3><table><tr><th>prompt</th><td>${f.prompt} tokens, ${f.cached} hit (${hit} blocks)</td></tr>` +
     `<tr><th>length now</th><td>${f.length} tokens</td></tr><tr><th>state</th><td>${escape(f.ended ? f.reason : "running since " + clock(f.started))}</td></tr></table>` +
     (rows || '<p class="hint">It holds no row any more.</p>') + `<pre>${escape(f.text)}</pre>`;
