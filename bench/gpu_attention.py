@@ -21,7 +21,7 @@ from gpu_cases import DECODE, PREFILL, SHARED, Built, Case, build, error_against
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from blocktable.attention.plan import plan_attention
-from blocktable.attention.triton import paged_attention, plan_config, upload_plan
+from blocktable.attention.triton import paged_attention, plan_config, upload_plan, write_kv
 
 Run = Callable[[], torch.Tensor]
 L2_BYTES = 60 << 20
@@ -129,7 +129,9 @@ def flashinfer(built: Built) -> Run | None:
 
 def measure(case: Case, peers: str) -> dict[str, object]:
     """One line of the table."""
-    copies = 1 if case.queries > 1 else max(1, min(16, -(-4 * L2_BYTES // case.kv_bytes)))
+    copies = max(1, min(16, -(-4 * L2_BYTES // case.kv_bytes)))
+    if case.queries > 1 or "in the cache" in case.name:
+        copies = 1
     built = build(case, copies=copies)
     row: dict[str, object] = {"case": case.name, "target": case.target, "copies": copies}
     runs = [ours(each) for each in built]
@@ -146,6 +148,33 @@ def measure(case: Case, peers: str) -> dict[str, object]:
     if peers != "none" and (run := contiguous(case)) is not None:
         row["contiguous SDPA"] = microseconds([run])
     return row
+
+
+def measure_write(tokens: int) -> dict[str, object]:
+    """Cache write of ``tokens`` new tokens into random slots, 8 heads x 128, bfloat16."""
+    blocks = 16384
+    cache = torch.zeros((blocks, 2, 8, 16, 128), device="cuda", dtype=torch.bfloat16)
+    runs: list[Run] = []
+    for _ in range(max(1, min(64, (256 << 20) // (tokens * 8192)))):
+        slots = torch.randperm(blocks * 16, device="cuda")[:tokens]
+        key, value = torch.randn((2, tokens, 8, 128), device="cuda").bfloat16()
+
+        def run(key: torch.Tensor = key, value: torch.Tensor = value,
+                slots: torch.Tensor = slots) -> torch.Tensor:  # fmt: skip
+            write_kv(key, value, cache[:, 0], cache[:, 1], slots)
+            return key
+
+        runs.append(run)
+    runs[-1]()
+    by_slot = cache.permute(1, 0, 3, 2, 4).reshape(2, -1, 8, 128)
+    exact = torch.equal(by_slot[0][slots], key) and torch.equal(by_slot[1][slots], value)
+    us = microseconds(runs)
+    target = {256: 5, 8192: 18}.get(tokens, 0)
+    print(f"cache write {tokens} tokens: target {target} us, ours {us:.1f} us, "
+          f"{tokens * 8192 / us / 1e6:.2f} TB/s, exact {exact}", flush=True)  # fmt: skip
+    if not exact:
+        raise SystemExit("cache write stored wrong values")
+    return {"case": f"cache write {tokens}", "target": target, "ours": us}
 
 
 def show(case: Case, row: dict[str, object]) -> None:
@@ -175,6 +204,7 @@ def main() -> None:
             show(case, row)
             rows.append(row)
             torch.cuda.empty_cache()
+    rows += [measure_write(tokens) for tokens in (256, 8192) if options.only in "cache write"]
     record = {
         "device": torch.cuda.get_device_name(),
         "date": time.strftime("%Y-%m-%d"),

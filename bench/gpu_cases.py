@@ -55,6 +55,7 @@ DECODE = (
     Case("B64 x 4096, 32/32", (4096,) * 64, kv_heads=32, target=965),
     Case("B64 x 8192, 64/8", (8192,) * 64, heads=64, target=490),
     Case("B8 x 512, 32/8", (512,) * 8, target=8),
+    Case("B8 x 512, 32/8, in the cache", (512,) * 8, target=8),
     Case("B64 x 4096, 32/8, page 128", (4096,) * 64, block_size=128, target=250),
 )
 SHARED = (

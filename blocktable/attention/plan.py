@@ -46,6 +46,8 @@ _START_KEYS: Final = 32
 """What starting an item costs, in keys it could have read."""
 _MERGE_KEYS: Final = 64
 """What writing and merging a piece costs, likewise."""
+_FULL_ROUND: Final = 0.35
+"""Part of a full round's time that goes with how full it is; the rest is latency, and stays."""
 _OVERLAP: Final = 220
 """A tile item may take as many keys as it multiplies in 0.6 of the time of the small items beside
 it: their keys x KV heads over this number (an H200 reads 8400 of them a us and multiplies 64)."""
@@ -258,7 +260,9 @@ def _piece_keys(own_keys: Int64s, tiles: Int64s, slots: int, least: int) -> Int6
         keys = -(-own_keys // (pieces * _KEY_STEP)) * _KEY_STEP
         lengths = np.repeat(keys + _START_KEYS + _MERGE_KEYS * (pieces > 1), pieces * tiles)
         lengths.sort()
-        time = int(lengths[::-1][::slots].sum())
+        rounds = lengths[::-1][::slots]
+        last = (lengths.size - 1) % slots + 1
+        time = float(rounds.sum() - rounds[-1] * _FULL_ROUND * (1 - last / slots))
         if time < best_time:
             best, best_time = keys, time
     return np.maximum(best, _KEY_STEP)

@@ -8,7 +8,8 @@ A swap moves a list of blocks. Neighbouring blocks that stay neighbours are one 
 Swaps run on side streams. Each returns a ``Fence``: until it is passed, the blocks it reads must
 not be overwritten and the blocks it fills must not be read. Fences between the two directions, and
 with what the current stream did before, are placed here; the caller orders what comes after
-(``fence.wait()``), which costs the host nothing.
+(``fence.wait()``), which costs the host nothing. Long runs go to the copy engine, which leaves the
+multiprocessors alone; scattered blocks to a kernel of a few programs, in one launch.
 """
 
 from __future__ import annotations
@@ -23,6 +24,15 @@ from numpy.typing import NDArray
 from blocktable.core.errors import ConfigError, TransferError
 
 Ids = NDArray[np.integer]
+
+
+LONG_RUN_BYTES = 2 << 20
+"""Copies of this size and above reach 95% of the bus through the copy engine (H200: 1 MiB reach
+84%, 4 MiB 95%)."""
+_SWAP_PROGRAMS = 24
+"""Programs that a swap may take: enough to fill the bus, a sixth of an H200."""
+_COPY_PROGRAMS = 528
+"""Programs that copies within the device may take."""
 
 
 class Runs(NamedTuple):
@@ -101,6 +111,8 @@ class BlockCopier:
     ) -> None:
         self.caches, self.host = list(caches), list(host or [])
         for cache in [*self.caches, *self.host]:
+            if cache.stride(0) * cache.element_size() % 16 or cache.data_ptr() % 16:
+                raise ConfigError(f"blocks with strides {cache.stride()} are not 16-byte aligned")
             if not cache[:1].is_contiguous() or cache.stride(0) < cache[:1].numel():
                 raise ConfigError(f"blocks of a cache with strides {cache.stride()} are not whole")
         for cache, copy in zip(self.caches, self.host, strict=host is not None):
@@ -112,6 +124,7 @@ class BlockCopier:
         self._on_device = bool(self.caches) and self.caches[0].is_cuda
         self._out = torch.cuda.Stream() if self._on_device else None
         self._in = torch.cuda.Stream() if self._on_device else None
+        self._bases: dict[int, torch.Tensor] = {}
         self._leaving: list[_Pending] = []
         self._entering: list[_Pending] = []
 
@@ -119,10 +132,14 @@ class BlockCopier:
         """Copy blocks within the device on the current stream (copy on write, beam reorder).
 
         All sources are read before any target is written, so a permutation is one call. Blocks of
-        targets are distinct. Cost: a gather and a scatter of the blocks per layer.
+        targets are distinct. Cost: one launch; a gather and a scatter per layer where a block is
+        both read and written.
         """
         source, target = self._checked(source, target, len(self.caches[0]), len(self.caches[0]))
         if source.size == 0:
+            return
+        if self._on_device and not np.isin(target, source).any():
+            self._launch(self.caches, self.caches, source, target, _COPY_PROGRAMS)
             return
         ids = torch.from_numpy(np.stack((source, target)))
         if self._on_device:
@@ -167,13 +184,42 @@ class BlockCopier:
         for swap in self._entering if leaving else self._leaving:
             if np.isin(in_host, swap.blocks).any():
                 swap.fence.wait(stream)
+        block_bytes = sources[0][0].numel() * sources[0].element_size()
         with torch.cuda.stream(stream):
-            _copy_runs(sources, targets, runs)
+            if runs.length.mean() * block_bytes >= LONG_RUN_BYTES:
+                _copy_runs(sources, targets, runs)
+            else:
+                self._launch(sources, targets, source, target, _SWAP_PROGRAMS)
             event = torch.cuda.Event()
             event.record(stream)
         fence = Fence(event)
         (self._leaving if leaving else self._entering).append(_Pending(in_host, fence))
         return fence
+
+    def _launch(
+        self, sources: list[torch.Tensor], targets: list[torch.Tensor],
+        source: NDArray[np.int64], target: NDArray[np.int64], programs: int,
+    ) -> None:  # fmt: skip
+        """All pairs and layers in one kernel on the current stream."""
+        from blocktable.device.copy_kernel import launch_copy
+
+        device = self.caches[0].device
+        pairs = torch.from_numpy(np.stack((source, target), axis=1)).pin_memory()
+        element = sources[0].element_size()
+        launch_copy(
+            self._bases_of(sources), self._bases_of(targets),
+            pairs.to(device, non_blocking=True),
+            (sources[0].stride(0) * element // 8, targets[0].stride(0) * element // 8),
+            sources[0][0].numel() * element // 8, programs,
+        )  # fmt: skip
+
+    def _bases_of(self, caches: list[torch.Tensor]) -> torch.Tensor:
+        """Addresses of the layers, on the device."""
+        key = caches[0].data_ptr()
+        if key not in self._bases:
+            addresses = torch.tensor([cache.data_ptr() for cache in caches], dtype=torch.int64)
+            self._bases[key] = addresses.to(self.caches[0].device)
+        return self._bases[key]
 
     @staticmethod
     def _checked(

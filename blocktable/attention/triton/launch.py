@@ -128,6 +128,8 @@ def run_items(
     head_size, value_size, split = q.shape[2], v.shape[3], split_head(q.shape[2])
     shared_values = values_in_keys(k, v)
     launch_options: dict[str, Any] = {"num_warps": sizes.warps}
+    if sizes.registers is not None and q.is_cuda:
+        launch_options["maxnreg"] = sizes.registers
     if follows:
         launch_options["launch_pdl"] = True  # may start before the launch it follows has ended
     kernel: Any = attend_kernel  # a launcher takes plain numbers for constexpr
@@ -152,6 +154,7 @@ def run_items(
         SKIP_MASK=block_m > SMALL_M,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         WIDE=not q.is_cuda, STARTS_NEXT=starts_next, FOLLOWS=follows, MERGE_P=MERGE_P,
+        AHEAD=sizes.ahead,
         **launch_options,
     )  # fmt: skip
 

@@ -6,12 +6,16 @@ from typing import NamedTuple
 
 
 class KernelSizes(NamedTuple):
-    """Keys in a tile, warps of a program, pipeline stages; programs that fit a multiprocessor."""
+    """Keys in a tile, warps of a program, pipeline stages; programs that fit a multiprocessor, and
+    the registers a thread may have so that they do (None: as the compiler likes); whether block
+    ids are looked up a tile ahead."""
 
     block_n: int
     warps: int
     stages: int
     resident: int
+    registers: int | None = None
+    ahead: bool = False
 
 
 class HeadSplit(NamedTuple):
