@@ -56,10 +56,10 @@ class NgramProposer:
         start = np.zeros(len(rows), np.int64)  # where the continuation begins; 0 = none found
         todo = np.flatnonzero((max_drafts > 0) & (num_tokens > self.min_n))
         for n in range(self.max_n, self.min_n - 1, -1):
-            todo = todo[(start[todo] == 0) & (num_tokens[todo] > n)]
-            if not len(todo):
-                break
-            start[todo] = _last_occurrence(tokens, rows[todo], num_tokens[todo], n)
+            todo = todo[start[todo] == 0]
+            long = todo[num_tokens[todo] > n]
+            if len(long):
+                start[long] = _last_occurrence(tokens, rows[long], num_tokens[long], n)
         counts = np.minimum(max_drafts, num_tokens - start).astype(np.int32)
         counts[start == 0] = 0
         where = np.repeat(np.arange(len(rows)), counts)
