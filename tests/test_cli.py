@@ -18,6 +18,9 @@ BAD = [
     (["generate", "--prompts", "/no/such/file.jsonl"], "cannot read prompts"),
     (["no-such-command"], "no-such-command"),
     (["generate", "--no-such-option"], "--no-such-option"),
+    (["serve", "--port=70000"], "port must be in [0, 65535], got 70000"),
+    (["serve", "--api-key="], "api_key must not be empty"),
+    (["inspect", "http://127.0.0.1:1"], "cannot read http://127.0.0.1:1/inspect"),
     (["chat", "--temperature=nan"], "temperature must be in [0, 100], got nan"),
 ]
 
@@ -58,7 +61,9 @@ def test_a_bad_prompt_file_names_line_and_field(tmp_path, content, message, caps
 def test_help_names_every_command(capsys):
     assert run(["--help"]) == 0
     shown = capsys.readouterr().out
-    for command in ("generate", "chat", "version"):
+    for command in (
+        "generate", "chat", "serve", "inspect", "replay", "simulate", "soak", "plan", "version",
+    ):  # fmt: skip
         assert command in shown
 
 

@@ -135,6 +135,33 @@ def serve(
 
 
 @app.command()
+def inspect(
+    url: Annotated[str, typer.Argument(help="A blocktable server.")] = "http://127.0.0.1:8000",
+    events: Annotated[
+        str | None, typer.Option(help="Instead: KV events of another engine, tcp://host:5557.")
+    ] = None,
+    replay_events: Annotated[
+        str | None, typer.Option("--replay", help="Its replay endpoint, to fill gaps.")
+    ] = None,
+    topic: Annotated[str, typer.Option(help="Only events of this topic.")] = "",
+    host: Annotated[str, typer.Option(help="Address of the page over events.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port of the page over events.")] = 8001,
+    api_key: Annotated[str | None, typer.Option(envvar="BLOCKTABLE_API_KEY")] = None,
+    once: Annotated[bool, typer.Option("--once", help="Print one picture and leave.")] = False,
+) -> None:
+    """Watch a server's block pool in this terminal, or another engine's events in a page."""
+    if events is None:
+        from blocktable.cli.inspect import inspect as run
+
+        run(url, api_key, once)
+        return
+    from blocktable.serve.attach import attach
+    from blocktable.serve.config import ServerConfig
+
+    attach(events, replay_events, topic, ServerConfig(host=host, port=port))
+
+
+@app.command()
 def replay(
     script: Annotated[Path, typer.Argument(help="JSON-lines script of cache operations.")],
     answers: Annotated[Path, typer.Option(help="Where to write the state after each operation.")],

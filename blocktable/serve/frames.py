@@ -56,6 +56,7 @@ class Frame(NamedTuple):
     counts: tuple[int, ...]  # in the order of COUNTS
     started: tuple[tuple[Any, ...], ...] = ()  # (number, id, row, prompt tokens, cached tokens)
     ended: tuple[tuple[int, str], ...] = ()  # (number, reason; "preempted" leaves its row only)
+    missed: int = 0  # batches lost before it, where the frames come from an event stream
 
     @property
     def num_bytes(self) -> int:
@@ -68,7 +69,7 @@ class Frame(NamedTuple):
         return {
             "n": self.sequence, "s": self.step, "t": round(self.time, 3),
             "d": round(self.seconds, 6), "k": self.steps, "b": flat, "c": self.counts,
-            "a": self.started, "e": self.ended,
+            "a": self.started, "e": self.ended, "m": self.missed,
         }  # fmt: skip
 
 

@@ -23,7 +23,7 @@ def serve(model: str, config: ServerConfig, options: dict[str, Any]) -> None:
         ) from None
     from blocktable.llm import LLM
 
-    listener = _listen(config)
+    listener = listen(config)
     llm = LLM(model, **options)
     app = build_app(llm.engine, config, model)
     host, port = listener.getsockname()[:2]
@@ -38,7 +38,7 @@ def serve(model: str, config: ServerConfig, options: dict[str, Any]) -> None:
     uvicorn.Server(settings).run(sockets=[listener])
 
 
-def _listen(config: ServerConfig) -> Any:
+def listen(config: ServerConfig) -> Any:
     """A bound socket, so that a taken port is told before the model is loaded."""
     import socket
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from os.path import commonprefix
 from typing import Any
 
 import numpy as np
@@ -27,7 +26,8 @@ def prefix_tree(
     All arrays are [n], one entry a cached block. A node: ``depth`` in the tree, ``block`` (its
     first), ``blocks`` (how many), ``start`` (index of its first block in a row), ``hits`` and
     ``refs`` of its first block, ``children``, and ``text`` (``text_of`` its first blocks, less what
-    its siblings begin with too). A block whose parent is gone begins a tree of its own. Most-hit branches come first; O(n).
+    its siblings begin with too). A block whose parent is gone begins a tree of its own. Most-hit
+    branches come first; O(n).
     """
     known = {block: i for i, block in enumerate(blocks.tolist()) if places[i] >= 0}
     children: dict[int, list[int]] = {}
@@ -49,10 +49,19 @@ def prefix_tree(
              "hits": int(hits[i]), "refs": int(references[i]), "children": len(branches),
              "text": f"...{text[common:]}" if common else text}
         )  # fmt: skip
-        same = len(commonprefix([text_of([block]) for block in branches]))
+        same = _common([text_of([block]) for block in branches])
         stack += [(b, depth + 1, same) for b in _least_hit_first(branches, known, hits)]
     return nodes
 
 
 def _least_hit_first(blocks: Any, known: dict[int, int], hits: NDArray[np.int32]) -> list[int]:
     return sorted(blocks, key=lambda block: (int(hits[known[block]]), -block))
+
+
+def _common(texts: list[str]) -> int:
+    """How many characters all texts begin with."""
+    if not texts:
+        return 0
+    low, high = min(texts), max(texts)
+    pairs = zip(low, high, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), len(low))

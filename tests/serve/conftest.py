@@ -55,17 +55,15 @@ def make_llm(**options):
     return LLM(LlamaForCausalLM(config).eval(), tokenizer=make_tokenizer(), **defaults | options)
 
 
-class Server:
-    """A running server and what the tests look at."""
+class AppThread:
+    """An application on a free port of 127.0.0.1, in a thread."""
 
-    def __init__(self, llm, config):
-        self.llm, self.config = llm, config
-        self.app = build_app(llm.engine, config, "tiny")
+    def __init__(self, app):
         self._socket = socket.socket()
         self._socket.bind(("127.0.0.1", 0))
         self.port = self._socket.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
-        made = uvicorn.Config(self.app, log_level="warning", lifespan="on")
+        made = uvicorn.Config(app, log_level="warning", lifespan="on", timeout_graceful_shutdown=1)
         self._server = uvicorn.Server(made)
         self._thread = threading.Thread(
             target=lambda: asyncio.run(self._server.serve(sockets=[self._socket])), daemon=True
@@ -80,6 +78,24 @@ class Server:
     def stop(self):
         self._server.should_exit = True
         self._thread.join(timeout=20)
+
+
+@contextlib.contextmanager
+def run_app(app):
+    made = AppThread(app).start()
+    try:
+        yield made.url
+    finally:
+        made.stop()
+
+
+class Server(AppThread):
+    """A running server and what the tests look at."""
+
+    def __init__(self, llm, config):
+        self.llm, self.config = llm, config
+        self.app = build_app(llm.engine, config, "tiny")
+        super().__init__(self.app)
 
     @property
     def bridge(self):

@@ -102,12 +102,25 @@ function blockAt(event) {
 /* ---- time ---- */
 function apply(frame, direction) {
   const b = frame.b;
+  let most = 0;
+  for (let i = 0; i < b.length; i += 3) most = Math.max(most, b[i]);
+  if (most >= S.codes.length) grow(most);
   for (let i = 0; i < b.length; i += 3) {
     S.codes[b[i]] = direction > 0 ? b[i + 2] : b[i + 1];
     if (image) paint(b[i]);
   }
   if (direction > 0) for (const a of frame.a) S.requests.has(a[0]) || S.requests.set(a[0], { number: a[0], id: a[1], prompt: a[3], cached: a[4], row: a[2] });
   S.dirty = true;
+}
+function grow(block) {
+  let size = Math.max(S.codes.length, 1);
+  while (size <= block) size *= 2;
+  const codes = new Int32Array(size);
+  codes.set(S.codes); S.codes = codes;
+  layout();
+}
+function gap(frame) {
+  if (frame.m) { $("status").textContent = `${frame.m} batches of events were lost at ${clock(frame.t)}; all before is forgotten`; $("status").className = "bad"; }
 }
 function moveTo(position) { // the state after frames[0 .. position - 1]
   position = Math.max(0, Math.min(position, S.frames.length));
@@ -116,7 +129,7 @@ function moveTo(position) { // the state after frames[0 .. position - 1]
   S.dirty = true;
 }
 function add(frames) {
-  for (const frame of frames) { S.frames.push(frame); index(frame); }
+  for (const frame of frames) { S.frames.push(frame); index(frame); gap(frame); }
   if (S.live) moveTo(S.frames.length);
   if (S.frames.length > MAX_FRAMES && S.live) {
     const drop = S.frames.length - MAX_FRAMES;
@@ -330,11 +343,12 @@ async function start() {
   for (const frame of S.frames) for (const e of frame.e) { const r = S.requests.get(e[0]); if (r) { r.to = frame.n; r.reason = e[1]; } }
   $("model").textContent = `${state.model}, ${(state.num_blocks - 1).toLocaleString("en")} blocks of ${state.block_size} tokens`;
   layout();
+  for (const frame of S.frames) gap(frame);
   listen(state.sequence);
 }
 function listen(since) {
   const source = new EventSource(url("events?since=" + since));
-  source.onopen = () => { $("status").textContent = "connected"; $("status").className = ""; };
+  source.onopen = () => { if (!$("status").textContent.includes("lost at")) { $("status").textContent = "connected"; $("status").className = ""; } };
   source.onmessage = (message) => add(JSON.parse(message.data));
   source.onerror = () => {
     source.close(); $("status").textContent = "connection lost, trying again"; $("status").className = "bad";

@@ -1,0 +1,132 @@
+"""``blocktable inspect URL``: the inspector in a terminal."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+import urllib.error
+import urllib.request
+from typing import Any
+
+import numpy as np
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from blocktable.cli.blockmap import PoolPicture, draw_map, legend
+from blocktable.core.errors import ConfigError
+
+_FROM_CODE = np.array([1, 2, 3, 5, 4], np.uint8)  # free, cached, fenced, owned, shared
+_TIMEOUT = 10.0
+
+
+class RemoteState:
+    """The state of a server's pool, kept up to date by its stream of frames."""
+
+    def __init__(self, url: str, api_key: str | None) -> None:
+        self._base = url.rstrip("/").removesuffix("/inspect") + "/inspect"
+        self._key = api_key
+        state = json.load(self._open("state?history=1"))
+        self.model, self.block_size = state["model"], state["block_size"]
+        self.codes = np.array(state["codes"], np.int32)
+        self.requests = {r["number"]: r for r in state["requests"]}
+        self.last: dict[str, Any] | None = state["frames"][-1] if state["frames"] else None
+        self._since = state["sequence"]
+        self.problem: str | None = None
+        self.lock = threading.Lock()
+
+    def _open(self, path: str) -> Any:
+        request = urllib.request.Request(f"{self._base}/{path}")
+        if self._key:
+            request.add_header("Authorization", f"Bearer {self._key}")
+        try:
+            return urllib.request.urlopen(request, timeout=_TIMEOUT)
+        except (urllib.error.URLError, ValueError, OSError) as error:
+            raise ConfigError(f"cannot read {self._base}: {error}") from None
+
+    def follow(self) -> None:
+        """Apply frames for ever; meant for a thread. Connects again where the line breaks."""
+        while True:
+            try:
+                for line in self._open(f"events?since={self._since}"):
+                    if line.startswith(b"data: "):
+                        for frame in json.loads(line[6:]):
+                            self.apply(frame)
+            except (ConfigError, OSError, ValueError) as error:
+                self.problem = str(error)
+                time.sleep(1.0)
+
+    def apply(self, frame: dict[str, Any]) -> None:
+        """Take one frame."""
+        changes = np.array(frame["b"], np.int32).reshape(-1, 3)
+        with self.lock:
+            self.problem = None
+            if len(changes) and changes[:, 0].max() >= len(self.codes):
+                self.codes = np.concatenate([self.codes, np.zeros_like(self.codes)])
+            self.codes[changes[:, 0]] = changes[:, 2]
+            self.last, self._since = frame, frame["n"]
+            for number, name, row, prompt, cached in frame["a"]:
+                self.requests[number] = {
+                    "number": number, "id": name, "row": row, "prompt": prompt, "cached": cached,
+                    "reason": None,
+                }  # fmt: skip
+            for number, reason in frame["e"]:
+                if number in self.requests:
+                    self.requests[number]["reason"] = reason
+
+    def picture(self) -> PoolPicture:
+        """The pool as the map draws it."""
+        kind = _FROM_CODE[self.codes & 7]
+        kind[0] = 0
+        return PoolPicture(kind, np.where(kind == 5, (self.codes >> 11) - 1, -1).astype(np.int32))
+
+
+def inspect(url: str, api_key: str | None = None, once: bool = False) -> None:
+    """Show a server's pool until Ctrl-C; ``once`` prints it and returns. ConfigError if the
+    address does not answer."""
+    if "://" not in url:
+        url = f"http://{url}"
+    state = RemoteState(url, api_key or os.environ.get("BLOCKTABLE_API_KEY"))
+    console = Console()
+    if once or not console.is_terminal:
+        console.print(view(state, console.width, console.height or 40))
+        return
+    threading.Thread(target=state.follow, daemon=True).start()
+    with Live(console=console, refresh_per_second=8, screen=True) as live:
+        while True:
+            with state.lock:
+                live.update(view(state, console.width, console.height))
+            time.sleep(0.15)
+
+
+def view(state: RemoteState, width: int, height: int) -> RenderableType:
+    """One screen: numbers, map, requests."""
+    picture = state.picture()
+    rows = max(4, height // 3)
+    head = Text(f"{state.model}, {len(state.codes) - 1:,} blocks of {state.block_size} tokens")
+    if state.last is not None:
+        used, _, _, _, running, waiting = state.last["c"][:6]
+        took = state.last["d"] / max(state.last["k"], 1) * 1000
+        head.append(
+            f"   step {state.last['s']:,}   running {running}   waiting {waiting}   "
+            f"held {used:,}   step time {took:.1f} ms"
+        )
+    if state.problem:
+        head.append(f"   {state.problem}", style="red")
+    table = Table(expand=True, box=None)
+    for name in ("request", "row", "prompt", "hit", "state"):
+        table.add_column(name, no_wrap=True)
+    shown = sorted(state.requests.values(), key=lambda r: (r["reason"] is not None, -r["number"]))
+    for r in shown[: max(3, height - rows - 9)]:
+        share = f"{r['cached']} ({100 * r['cached'] // max(r['prompt'], 1)}%)"
+        ended = r["reason"] is not None
+        table.add_row(
+            r["id"], "" if ended else str(r["row"]), str(r["prompt"]), share,
+            r["reason"] or "running", style="dim" if ended else "",
+        )  # fmt: skip
+    pool = Group(draw_map(picture, max(16, width - 6), rows), legend(picture))
+    return Group(head, Panel(pool, title="block pool", title_align="left"), table)
