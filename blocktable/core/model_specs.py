@@ -12,13 +12,12 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from blocktable.core.errors import ConfigError
+from blocktable.core.grouping import Grouping, group_layers
 from blocktable.core.specs import (
     AttentionSpec,
     ChunkedLocalAttentionSpec,
     CrossAttentionSpec,
     FullAttentionSpec,
-    KVCacheGroupSpec,
-    KVCacheSpec,
     MambaSpec,
     MLAAttentionSpec,
     SlidingWindowSpec,
@@ -36,6 +35,7 @@ _KINDS: dict[str, LayerKind] = {
     "conv": "conv", "short_conv": "conv", "hybrid": "hybrid",
     "moe": "none", "mlp": "none", "-": "none", "E": "none",
 }  # fmt: skip
+_WITHOUT_GROUPED_QUERIES = {"gpt2", "gpt_neo", "gpt_neox", "gptj", "opt", "bloom", "codegen"}
 _ALIASES: dict[str, tuple[str, ...]] = {
     "hidden_size": ("n_embd", "d_model", "dim", "n_embed"),
     "num_hidden_layers": ("n_layer", "n_layers", "num_layers", "decoder_layers"),
@@ -83,6 +83,8 @@ class ModelConfig:
             groups = self.values.get("multi_query_group_num")
             return int(groups) if groups else 1
         value = self.get("num_key_value_heads")
+        if self.model_type in _WITHOUT_GROUPED_QUERIES:
+            value = None
         return self.need("num_key_value_heads") if value else self.need("num_attention_heads")
 
     @property
@@ -119,6 +121,9 @@ def layer_kinds(config: ModelConfig) -> list[LayerKind]:
     named = _listed_kinds(config, count)
     if named is not None:
         return named
+    attending = config.get("attn_layer_indices")
+    if attending is not None and _is_mamba(config):
+        return ["full" if i in attending else "mamba" for i in range(count)]
     if config.model_type in ("mamba", "mamba2", "falcon_mamba"):
         return ["mamba"] * count
     if config.model_type == "falcon_h1":
@@ -353,16 +358,13 @@ class _Builder:
         return [LayerSpec(f"layers.{i}.cross", spec) for i in range(config.num_layers)]
 
 
-def group_layers(layers: list[LayerSpec]) -> tuple[KVCacheGroupSpec, ...]:
-    """Layers with equal specs share a block table; groups in the order of their first layer.
+def group_model(layers: list[LayerSpec]) -> Grouping:
+    """The groups of a model's attention layers and their memories (see `core.grouping`).
 
     Recurrent states are not in blocks of the pool (see `LayerSpec.state`).
     """
-    members: dict[KVCacheSpec, list[str]] = {}
-    for layer in layers:
-        if layer.spec is not None:
-            members.setdefault(layer.spec, []).append(layer.name)
-    return tuple(KVCacheGroupSpec(tuple(names), spec) for spec, names in members.items())
+    attending = [(layer.name, layer.spec) for layer in layers if layer.spec is not None]
+    return group_layers([name for name, _ in attending], [spec for _, spec in attending])
 
 
 def state_bytes(layers: list[LayerSpec]) -> int:

@@ -17,11 +17,6 @@ from blocktable.core.specs import (
 )
 
 
-def bytes_per_block(groups: Sequence[KVCacheGroupSpec]) -> int:
-    """Bytes the pool takes for one block: each layer has a page for every block id."""
-    return sum(len(group.layer_names) * group.kv_cache_spec.page_size_bytes for group in groups)
-
-
 def blocks_from_memory(
     *,
     total_bytes: int,

@@ -1,25 +1,13 @@
-"""How a model's attention layers share the block pool and its memory.
-
-Layers that keep the same blocks (same window, same shapes) form groups of equal size, and layer j
-of every group lies in the same memory, because a block belongs to one group at a time::
-
-                 memory 0        memory 1
-    group 0      layer 0         layer 2         full attention
-    group 1      layer 1         layer 3         sliding window
-    group 2      layer 4         -               sliding window
-
-    block 7 is group 1's: layers 1 and 3 use page 7 of memory 0 and 1; layers 0 and 2 never do.
-
-So one pool serves full and windowed layers without being cut up in advance.
-"""
+"""The layout of one model's KV cache: its layers' specs, grouped as `core.grouping` says."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
 from blocktable.core.errors import ConfigError
+from blocktable.core.grouping import LayerPlace, group_layers
 from blocktable.core.specs import (
     AttentionSpec,
     ChunkedLocalAttentionSpec,
@@ -35,14 +23,6 @@ from blocktable.engine.probe import ProbeResult
 
 STATE_GROUP = "recurrent_state"
 """Layer name of the group that stands for all stateful mixers of a model."""
-
-
-@dataclass(frozen=True, slots=True)
-class LayerPlace:
-    """Which group a layer is in and which memory of the pool it uses."""
-
-    group: int
-    memory: int
 
 
 @dataclass(frozen=True)
@@ -101,37 +81,13 @@ def spec_of(call: AttentionCall, block_size: int, dtype: torch.dtype) -> Attenti
 
 
 def plan_layout(probed: ProbeResult, block_size: int, dtype: torch.dtype) -> KVLayout:
-    """Group the probed layers; a model without attention gets one group for its states alone.
-
-    Group size: the smallest number of layers any kind has, or the largest where they are within a
-    quarter of each other (padding is then cheaper than one more group), and never so small that a
-    kind is cut into more than 8 groups.
-    """
-    kinds: dict[AttentionSpec, list[int]] = {}
-    for index, layer in enumerate(probed.layers):
-        kinds.setdefault(spec_of(layer.call, block_size, dtype), []).append(index)
-    groups: list[KVCacheGroupSpec] = []
-    places: dict[int, LayerPlace] = {}
-    page = max((spec.page_size_bytes for spec in kinds), default=1)
-    sizes = [len(members) for members in kinds.values()]
-    size = 0
-    if sizes:
-        size = max(sizes) if max(sizes) < 1.25 * min(sizes) else min(sizes)
-        size = max(size, ceil_div(max(sizes), 8))
-    for spec, members in kinds.items():
-        padded = spec if spec.page_size_bytes == page else replace(spec, page_size_padded=page)
-        # stride through the layers, so that each group spans the whole depth of the model
-        count = ceil_div(len(members), size)
-        for first in range(count):
-            chosen = members[first::count]
-            names = tuple(probed.layers[i].name for i in chosen)
-            for memory, i in enumerate(chosen):
-                places[i] = LayerPlace(len(groups), memory)
-            groups.append(KVCacheGroupSpec(names, padded))
-    if not groups:
-        groups.append(_state_group(block_size))
-    ordered = tuple(places[i] for i in range(len(probed.layers)))
-    return KVLayout(block_size, dtype, tuple(groups), ordered, max(size, 1), page)
+    """Group the probed layers; a model without attention gets one group for its states alone."""
+    made = group_layers(
+        [layer.name for layer in probed.layers],
+        [spec_of(layer.call, block_size, dtype) for layer in probed.layers],
+    )
+    groups = made.groups or (_state_group(block_size),)
+    return KVLayout(block_size, dtype, groups, made.places, made.num_memories, made.page_bytes)
 
 
 def _state_group(block_size: int) -> KVCacheGroupSpec:

@@ -18,17 +18,22 @@ from blocktable.core.model_specs import (
     LatentForm,
     LayerSpec,
     ModelConfig,
-    group_layers,
+    group_model,
     model_layers,
     state_bytes,
 )
 from blocktable.core.sizing import (
     blocks_from_memory,
-    bytes_per_block,
     request_blocks,
     shared_blocks,
 )
-from blocktable.core.specs import KVCacheConfig, KVCacheGroupSpec, ceil_div, dtype_bytes
+from blocktable.core.specs import (
+    AttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    ceil_div,
+    dtype_bytes,
+)
 from blocktable.plan.config_reader import ReadConfig, read_config
 from blocktable.plan.gpus import find_device
 
@@ -167,7 +172,7 @@ def predict_config(
     """The `KVCacheConfig` an engine builds for this model, and all layers that cache anything."""
     fields = ModelConfig(read_config(model, count=False).values)
     layers = model_layers(fields, **options)
-    return KVCacheConfig(num_blocks, group_layers(layers)), layers
+    return KVCacheConfig(num_blocks, group_model(layers).groups), layers
 
 
 class _Planner:
@@ -184,7 +189,8 @@ class _Planner:
             latent_form=options.latent_form,
             state_dtype=self._model_dtype(),
         )
-        self.groups = group_layers(self.layers)
+        self.grouping = group_model(self.layers)
+        self.groups = self.grouping.groups
         self.context = options.context or int(self.fields.get("max_position_embeddings", 4096))
 
     def _model_dtype(self) -> str:
@@ -196,7 +202,7 @@ class _Planner:
         device = find_device(options.gpu, options.gpu_memory_bytes)
         weights, activations = self._weights(), self._activations()
         state = state_bytes(self.layers)
-        block = bytes_per_block(groups)
+        block = self.grouping.bytes_per_block if groups else 0
         used = weights + activations + state * options.requests
         num_blocks = self._num_blocks(device.memory_bytes, used, block)
         blocks = self._blocks(self.context)
@@ -363,4 +369,5 @@ class _Planner:
 
 def _token_bytes(group: KVCacheGroupSpec) -> int:
     spec = group.kv_cache_spec
-    return len(group.layer_names) * (spec.page_size_bytes // spec.block_size)
+    each = spec.bytes_per_token if isinstance(spec, AttentionSpec) else 0
+    return len(group.layer_names) * each

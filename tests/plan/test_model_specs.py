@@ -1,11 +1,13 @@
 """Configurations of model families become the specs their layers need."""
 
+from collections import Counter
+
 import pytest
 
 from blocktable.core.errors import ConfigError
 from blocktable.core.model_specs import (
     ModelConfig,
-    group_layers,
+    group_model,
     kv_heads_per_rank,
     layer_kinds,
     model_layers,
@@ -19,13 +21,13 @@ LLAMA = {
 
 
 def shapes(config, **options):
-    """(kind, layers, KV heads, K size, V size) of each group."""
-    groups = group_layers(model_layers(config, **options))
-    out = []
+    """(kind, layers, KV heads, K size, V size) of the groups, those of one kind together."""
+    groups = group_model(model_layers(config, **options)).groups
+    counts = Counter()
     for group in groups:
         s = group.kv_cache_spec
-        out.append((s.kind, len(group.layer_names), s.num_kv_heads, s.head_size, s.head_size_v))
-    return out
+        counts[s.kind, s.num_kv_heads, s.head_size, s.head_size_v] += len(group.layer_names)
+    return [(kind, count, *rest) for (kind, *rest), count in counts.items()]
 
 
 def test_plain_models():
@@ -62,7 +64,7 @@ def test_latent_attention_in_both_forms():
               "num_attention_heads": 128, "num_key_value_heads": 128, "kv_lora_rank": 512,
               "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}  # fmt: skip
     assert shapes(config) == [("full_attention", 61, 128, 192, 128)]
-    latent = group_layers(model_layers(config, latent_form="latent", tensor_parallel_size=8))
+    latent = group_model(model_layers(config, latent_form="latent", tensor_parallel_size=8)).groups
     spec = latent[0].kv_cache_spec
     assert (spec.kind, spec.head_size, spec.bytes_per_token) == ("mla_attention", 576, 1152)
 
@@ -98,7 +100,7 @@ def test_cross_attention_has_the_encoders_length():
     whisper = {"model_type": "whisper", "d_model": 384, "decoder_layers": 4, "num_hidden_layers": 4,
                "decoder_attention_heads": 6, "is_encoder_decoder": True,
                "max_source_positions": 1500, "max_target_positions": 448}  # fmt: skip
-    groups = group_layers(model_layers(whisper, block_size=32))
+    groups = group_model(model_layers(whisper, block_size=32)).groups
     assert [g.kv_cache_spec.kind for g in groups] == ["full_attention", "cross_attention"]
     assert groups[1].kv_cache_spec.max_blocks_per_request(448) == 47
 
