@@ -10,6 +10,7 @@ float32 202 -> 60 us at 1 token, 520 -> 160 at 32; bfloat16 83 -> 31 and 199 -> 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TypeGuard
 
 import torch
@@ -126,10 +127,24 @@ class AcceleratedLinears:
 
 def has_fast_bfloat16() -> bool:
     """Whether this CPU multiplies bfloat16 faster than float32 (AVX512-BF16 or AMX)."""
-    return bool(
-        torch.cpu._is_avx512_bf16_supported()  # pyright: ignore[reportPrivateUsage]
-        or torch.cpu._is_amx_tile_supported()  # pyright: ignore[reportPrivateUsage]
-    )
+    names = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
+    probes = [getattr(torch.cpu, name, None) for name in names]
+    return any(bool(probe()) for probe in probes if probe is not None)
+
+
+@lru_cache(maxsize=4)
+def _packs(dtype: torch.dtype) -> bool:
+    """Whether oneDNN packs and multiplies this dtype here, found out by one small product."""
+    if not torch.backends.mkldnn.is_available():
+        return False
+    source = nn.Linear(32, 16, bias=True).to(dtype)
+    x = torch.linspace(-1, 1, 64).view(2, 32).to(dtype)
+    try:
+        with torch.no_grad():
+            difference = (PackedLinear(source, dtype)(x) - source(x)).abs().max()
+    except (RuntimeError, AttributeError, NotImplementedError):
+        return False
+    return float(difference) < 0.05
 
 
 def _replacements(
@@ -142,14 +157,15 @@ def _replacements(
     one_kind = len({(s.in_features, s.bias is None, s.weight.dtype) for s in shared}) == 1
     if len(shared) == len(_SHARED_INPUT) and one_kind:
         packed_dtype = dtype or shared[0].weight.dtype
-        if packed_dtype in _PACKED_DTYPES:
+        if packed_dtype in _PACKED_DTYPES and _packs(packed_dtype):
             projection, first = SharedProjection(shared, packed_dtype), 0
             for name, source in zip(_SHARED_INPUT, shared, strict=True):
                 made[name] = ProjectionPart(source, projection, first)
                 first += source.out_features
     for name, source in parts:
-        if name not in made and (dtype or source.weight.dtype) in _PACKED_DTYPES:
-            made[name] = PackedLinear(source, dtype or source.weight.dtype)
+        packed_dtype = dtype or source.weight.dtype
+        if name not in made and packed_dtype in _PACKED_DTYPES and _packs(packed_dtype):
+            made[name] = PackedLinear(source, packed_dtype)
     return made
 
 
@@ -167,7 +183,7 @@ def accelerate_linears(
 
     Siblings called q_proj, k_proj and v_proj share one product. Subclasses of ``nn.Linear`` are
     left alone. A weight that something else shares (a tied embedding) stays where it is for the
-    other user. Does nothing where oneDNN is missing. Call it when the weights are final: later
+    other user. Does nothing where oneDNN cannot pack. Call it when the weights are final: later
     changes of the originals are not seen. Results differ from ``nn.Linear`` in rounding only.
     Cost: one pass over the weights.
     """
@@ -176,8 +192,6 @@ def accelerate_linears(
     replaced: list[str] = []
     originals: dict[str, tuple[nn.Module, str, nn.Linear]] = {}
     weight_bytes = 0
-    if not torch.backends.mkldnn.is_available():
-        return AcceleratedLinears((), 0, {})
     for prefix, parent in list(model.named_modules()):
         parts = [(n, m) for n, m in parent.named_children() if _is_plain(m)]
         made = _replacements(parts, dtype)

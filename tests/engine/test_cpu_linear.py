@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from blocktable.core.errors import ConfigError
+from blocktable.engine import linear
 from blocktable.engine.linear import PackedLinear, ProjectionPart, accelerate_linears
 
 RELATIVE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
@@ -152,3 +153,10 @@ def test_other_dtypes() -> None:
     assert accelerate_linears(model).replaced == () and type(model[0]) is nn.Linear
     with pytest.raises(ConfigError, match=r"packed as float32 or bfloat16, got torch\.float16"):
         accelerate_linears(model, torch.float16)
+
+
+def test_nothing_changes_where_packing_does_not_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "_packs", lambda dtype: False)
+    layer = Attention(True)
+    assert accelerate_linears(layer).replaced == ()
+    assert all(type(child) is nn.Linear for child in layer.children())
