@@ -15,7 +15,7 @@ Version 1. A reader refuses every other version: ranks of one engine run one rel
 from __future__ import annotations
 
 import struct
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import xxhash
@@ -104,10 +104,13 @@ _GROUP_FIELDS = GroupDelta._fields
 _STEP_FIELDS = StepMessage._fields[4:]
 _STEP_BASE = 64  # field numbers of step columns begin here
 _MAX_GROUPS = 255
-_STEP_PAIRS = (
-    ("rows", "num_scheduled"), ("start_rows", "start_positions"), ("fork_rows", "fork_parents"),
-    ("copy_from", "copy_to"), ("swap_out_device", "swap_out_host"),
-    ("swap_in_host", "swap_in_device"),
+_STEP_PAIRS = tuple(
+    (StepMessage._fields.index(first), StepMessage._fields.index(second))
+    for first, second in (
+        ("rows", "num_scheduled"), ("start_rows", "start_positions"),
+        ("fork_rows", "fork_parents"), ("copy_from", "copy_to"),
+        ("swap_out_device", "swap_out_host"), ("swap_in_host", "swap_in_device"),
+    )
 )  # fmt: skip
 _APPEND_IDS = _GROUP_FIELDS.index("append_ids")
 
@@ -123,11 +126,11 @@ def encode_step(message: StepMessage) -> bytes:
         raise WireError(f"{len(message.groups)} groups, but a message holds {_MAX_GROUPS}")
     for group, delta in enumerate(message.groups):
         for field, values in enumerate(delta):
-            if len(values):
+            if values is not EMPTY and len(values):
                 place = field, group
                 directory.append(_COLUMN.pack(*place, *_encode_column(values, place, parts)))
     for field, values in enumerate(message[4:], _STEP_BASE):
-        if len(values):
+        if values is not EMPTY and len(values):
             place = field, 0
             directory.append(_COLUMN.pack(*place, *_encode_column(values, place, parts)))
     num_columns = len(directory)
@@ -328,9 +331,11 @@ def _check_lengths(message: StepMessage) -> None:
             or appended != len(delta.append_ids)
         ):
             raise WireError(f"the columns of group {group} have lengths that do not fit")
+    columns: tuple[Any, ...] = message
     for first, second in _STEP_PAIRS:
-        if len(getattr(message, first)) != len(getattr(message, second)):
-            raise WireError(f"{first} and {second} have lengths that do not fit")
+        if len(columns[first]) != len(columns[second]):
+            names = f"{StepMessage._fields[first]} and {StepMessage._fields[second]}"
+            raise WireError(f"{names} have lengths that do not fit")
     tokens = len(message.token_ids)
     if tokens and tokens != _total(message.num_scheduled):
         raise WireError(f"{tokens} token ids, but the rows run another number of tokens")
