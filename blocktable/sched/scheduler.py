@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from blocktable.core.errors import BlocktableError, ConfigError, RequestError
+from blocktable.core.specs import MambaSpec
 from blocktable.core.types import Counts, RowIds, TokenIds
 from blocktable.manager import KVCacheManager
 from blocktable.sched.admission import (
@@ -326,6 +327,8 @@ def _check_fit(config: SchedulerConfig, manager: KVCacheManager) -> int:
     if config.preemption == "swap" and manager.host_pool is None:
         raise ConfigError("preemption 'swap' needs a manager with host_blocks > 0")
     specs = [group.kv_cache_spec for group in manager.config.kv_cache_groups]
+    if config.num_draft_tokens and any(isinstance(spec, MambaSpec) for spec in specs):
+        raise ConfigError("num_draft_tokens must be 0: a recurrent state cannot be rolled back")
     capacity = longest_request(specs, manager.pool.usable, length, budget)
     if capacity < length and config.max_model_len_must_fit:
         raise ConfigError(

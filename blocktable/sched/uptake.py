@@ -144,7 +144,11 @@ def cancel_step(state: SchedulerState, output: SchedulerOutput) -> None:
     step = state.in_flight.pop()
     state.manager.end_step(output.step_id)
     for key in [key for key in state.late if key[0] == output.step_id]:
-        state.late.pop(key).late -= 1
+        request = state.late.pop(key)
+        request.late -= 1
+        forget_host_copy(state, request)  # it holds KV that the step was to compute
+    if step.stale:  # rows that left since have kept keys of this step: which ones, nobody knows
+        state.manager.invalidate_prefix_cache()
     restored = {entry.row for entry in output.admitted} if len(output.swap_in) else set()
     gone = set(step.stale)
     starts = dict(zip(output.rows.tolist(), output.num_computed.tolist(), strict=True))

@@ -7,8 +7,11 @@ import pytest
 from worlds import World
 
 from blocktable.core.errors import BlocktableError, ConfigError, RequestError
+from blocktable.core.specs import KVCacheConfig, KVCacheGroupSpec, MambaSpec
+from blocktable.manager import KVCacheManager
 from blocktable.sched.config import SchedulerConfig
 from blocktable.sched.request import Request, RequestStatus
+from blocktable.sched.scheduler import Scheduler
 
 
 def test_budget_is_shared_and_long_prompts_are_chunked() -> None:
@@ -359,3 +362,42 @@ def test_configurations_that_do_not_go_together() -> None:
         World(30, 4, preemption="swap")
     with pytest.raises(ConfigError, match="without chunked prefill"):
         World(30, 4, chunked_prefill=False, max_num_batched_tokens=64)
+
+
+@pytest.mark.parametrize("preemption", ["recompute", "swap"])
+@pytest.mark.parametrize("steps", [1, 2])
+def test_preempted_in_flight_and_then_the_device_fails(preemption: str, steps: int) -> None:
+    world = World(
+        30, 4, host_blocks=30 if preemption == "swap" else 0, preemption=preemption,
+        max_steps_in_flight=steps,
+    )  # fmt: skip
+    a = world.add("a", 17, max_tokens=10)
+    flying = [world.scheduler.schedule() for _ in range(steps)]
+    world.scheduler.preempt(["a"])
+    for output in reversed(flying):
+        world.scheduler.cancel(output)
+    assert a.late == 0 and world.manager.stats().cached_blocks == 0
+    world.run()
+    assert a.output_token_ids.tolist() == world.alone(a)
+    assert world.free == 30
+
+
+def test_preempted_in_flight_keeps_the_token_that_was_coming() -> None:
+    world = World(30, 4, host_blocks=30, preemption="swap")
+    a = world.add("a", 17, max_tokens=10)
+    output = world.schedule()
+    world.scheduler.preempt(["a"])
+    assert a.late == 1
+    result = world.scheduler.update(output, *world.sampled)
+    assert len(result.rows) == 0 and len(a.output_token_ids) == 1
+    world.run()
+    assert a.output_token_ids.tolist() == world.alone(a)
+
+
+def test_drafts_are_refused_for_recurrent_states() -> None:
+    spec = MambaSpec(block_size=4, shapes=((4,),), dtypes=("float32",))
+    manager = KVCacheManager(
+        KVCacheConfig(31, (KVCacheGroupSpec(("state",), spec),)), max_num_rows=4, max_model_len=40
+    )
+    with pytest.raises(ConfigError, match="cannot be rolled back"):
+        Scheduler(SchedulerConfig(max_num_seqs=4, num_draft_tokens=2), manager)
