@@ -11,7 +11,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 import blocktable
 from blocktable.engine.engine import Engine
@@ -151,12 +151,12 @@ def _add_tokens(app: FastAPI, engine: Engine, reader: PromptReader, name: str) -
 
 
 def _add_operations(app: FastAPI, bridge: EngineBridge, metrics: prometheus.Metrics) -> None:
-    @app.get("/health", responses={503: _REFUSALS[503]})
+    @app.get("/health", response_class=Response, responses={503: _REFUSALS[503]})
     async def health() -> Response:
         """200 while the engine can take requests."""
         return Response(status_code=200 if bridge.alive else 503)
 
-    @app.get("/metrics", responses={401: _REFUSALS[401]})
+    @app.get("/metrics", response_class=PlainTextResponse, responses={401: _REFUSALS[401]})
     async def read_metrics() -> Response:
         """Prometheus metrics."""
         return Response(metrics.text(), media_type=prometheus.CONTENT_TYPE)

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import importlib.util
 import socket
 import threading
 import time
@@ -19,6 +20,8 @@ from blocktable.serve.config import ServerConfig
 
 # the page is looked at where there is a browser to look with
 collect_ignore = [] if AVAILABLE else ["test_inspector_page.py"]
+if importlib.util.find_spec("schemathesis") is None:
+    collect_ignore.append("test_api_description.py")
 
 TEMPLATE = (
     "{% if tools %}tools:{{ tools | tojson }}\n{% endif %}"
