@@ -31,7 +31,7 @@ def decode_steps(rows: int, width: int, steps: int, block: int) -> dict[str, flo
     sizes, times = [], []
     for step in range(steps + 1):
         crossing = np.flatnonzero(lengths % block == 0) if step < steps else np.arange(rows)
-        table.append_one(crossing.astype(np.int32), rng.integers(1, 10**6, len(crossing)))
+        table.append_one(crossing.astype(np.int32), rng.integers(1, 10**6, len(crossing), np.int32))
         lengths += 1
         start = time.perf_counter()
         if table.is_dirty:

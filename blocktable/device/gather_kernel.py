@@ -50,7 +50,7 @@ def launch(
 ) -> None:
     """Rows ``rows`` of every group's table to rows 0 .. len(rows) - 1 of ``target``."""
     grid = (rows.shape[0], triton.cdiv(max_width, TILE), layout.shape[0])
-    _launch(grid, source.device, source, target, rows, layout, num_rows, TILE)
+    _launch(grid, (source.device, rows.dtype), source, target, rows, layout, num_rows, TILE)
 
 
 COMPILE_CASES = [

@@ -97,8 +97,9 @@ class SlotMapper:
                 first, last = groups[0], groups[-1] + 1
                 fields, slots = fields[first:last], slots[first:last]
             slot_kernel.launch(
-                self._tables.arena, fields, query_start_loc, positions, rows, slots, num_reqs
-            )
+                self._tables.arena, fields, query_start_loc, positions, rows, slots, num_reqs,
+                self._tables.num_rows,
+            )  # fmt: skip
             return
         for group in range(len(self.geometries)) if groups is None else groups:
             self._map_on_host(group, num_reqs, query_start_loc, positions, rows)
@@ -138,8 +139,9 @@ class SlotMapper:
         if rows is not None:
             row = rows.numpy()[row]
         where = positions[:tokens].numpy()
-        if rows is not None:
-            where = np.where(row >= 0, where, -1)  # a padded row has no position
+        if rows is not None:  # a padded row has no position
+            live = (row >= 0) & (row < self._tables.num_rows)
+            row, where = np.where(live, row, 0), np.where(live, where, -1)
         out = self.slots[group].numpy()
         table = self._tables.tables[group].numpy()
         out[:tokens] = self.geometries[group].slots(table, row, where)

@@ -177,6 +177,9 @@ def test_padding_of_requests_and_tokens(device: torch.device) -> None:
     table.slot_mapping.fill_(77)
     table.compute_slot_mapping(4, starts, long_tensor([5, 16, 0, 0, 0, 0], device))
     assert table.slot_mapping.tolist() == [53, 96, -1, -1, -1, -1, -1, -1]
+    absent = int_tensor([4, 2**31 - 1, -5, 0], device)  # rows that the table does not have
+    table.compute_slot_mapping(4, starts, long_tensor([16, 5, 0, 0, 0, 0], device), absent)
+    assert (table.slot_mapping == -1).all()
     padded = int_tensor([1, 0, -1, -1], device)
     table.compute_slot_mapping(4, starts, long_tensor([16, 5, 0, 0, 0, 0], device), padded)
     assert table.slot_mapping.tolist() == [96, 53, -1, -1, -1, -1, -1, -1]
