@@ -4,39 +4,6 @@ from __future__ import annotations
 
 from typing import Any, Protocol, runtime_checkable
 
-from numpy.typing import NDArray
-
-from blocktable.core.types import GroupId, Keys
-
-
-@runtime_checkable
-class KVEventSink(Protocol):
-    """Told by the manager which keyed blocks can be found, in bulk and in the order of happening.
-
-    Duplicates (two blocks with one key) are told one by one: a consumer counts.
-    """
-
-    def stored(
-        self,
-        group: GroupId | int,
-        keys: Keys,
-        parents: Keys,
-        has_parent: NDArray,
-        token_ids: NDArray,
-    ) -> None:
-        """``n`` blocks became findable: their keys uint8 [n, K], their parents' keys uint8 [n, K]
-        (rows where ``has_parent`` bool [n] is False are roots and not read), and the token ids
-        int32 [n, block_size] they hold."""
-        ...
-
-    def removed(self, group: GroupId | int, keys: Keys) -> None:
-        """``n`` blocks were evicted or withdrawn: their keys uint8 [n, K]."""
-        ...
-
-    def cleared(self) -> None:
-        """No block can be found any more."""
-        ...
-
 
 @runtime_checkable
 class Communicator(Protocol):

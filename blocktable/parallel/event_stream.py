@@ -179,40 +179,38 @@ class EventSubscriber:
         self.endpoint = _open(self._socket, endpoint, bind=bind)
         self._replay_endpoint, self._replay_timeout = replay_endpoint, replay_timeout
         self._expected = first_sequence
+        self._last = -1  # number of the last batch that came live
         self._ready: deque[Received] = deque()
 
     def receive(self, timeout: float) -> Received | None:
         """The next batch, or None after ``timeout`` seconds. WireError for foreign frames."""
-        if self._ready:
-            return self._ready.popleft()
-        if not self._socket.poll(int(timeout * 1000)):
-            return None
-        sequence, payload = _sequence_and_payload(self._socket.recv_multipart()[1:])
-        expected = self._expected
-        if expected is None or sequence == expected:
-            self._expected = sequence + 1
-            return Received(sequence, decode_batch(payload))
-        if sequence < expected:
-            return self._after_step_back(sequence, payload)
-        self._fill(expected, sequence)
-        last = self._ready[-1].sequence if self._ready else expected - 1
-        self._ready.append(Received(sequence, decode_batch(payload), sequence - last - 1))
-        self._expected = sequence + 1
+        deadline = time.monotonic() + timeout
+        while not self._ready:
+            left = max(0.0, deadline - time.monotonic())
+            if not self._socket.poll(int(left * 1000)):
+                return None
+            self._take(*_sequence_and_payload(self._socket.recv_multipart()[1:]))
         return self._ready.popleft()
 
-    def _after_step_back(self, sequence: int, payload: bytes) -> Received:
-        """A number already seen: sent by a publisher that began anew."""
+    def _take(self, sequence: int, payload: bytes) -> None:
+        """A batch that came live: queue it, behind those that are missing before it."""
+        expected, last = self._expected, self._last
+        self._last = sequence
+        if expected is not None and last < sequence < expected:
+            return  # older than what was asked for
+        restarted = expected is not None and sequence < expected
+        start = sequence if expected is None else 0 if restarted else expected
+        self._fill(start, sequence)
+        seen = self._ready[-1].sequence if self._ready else start - 1
+        self._ready.append(Received(sequence, decode_batch(payload), sequence - seen - 1))
+        if restarted:
+            self._ready[0] = self._ready[0]._replace(restarted=True)
         self._expected = sequence + 1
-        if sequence == 0:
-            return Received(sequence, decode_batch(payload), restarted=True)
-        self._fill(0, sequence)
-        last = self._ready[-1].sequence if self._ready else -1
-        self._ready.append(Received(sequence, decode_batch(payload), sequence - last - 1))
-        first = self._ready.popleft()
-        return first._replace(restarted=True)
 
     def _fill(self, start: int, stop: int) -> None:
         """Put the batches ``start .. stop - 1`` that the publisher still has into the queue."""
+        if start >= stop:
+            return
         expected = start
         for sequence, payload in self._replayed(start):
             if expected <= sequence < stop:

@@ -15,14 +15,14 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from blocktable.core.errors import WireError
-from blocktable.core.specs import AttentionSpec, KVCacheConfig, SlidingWindowSpec
+from blocktable.core.specs import KVCacheConfig, SlidingWindowSpec
 from blocktable.core.types import Keys
 
 BlockHash: TypeAlias = int | bytes
@@ -95,8 +95,32 @@ def external_hashes(keys: Keys, form: HashForm = "int64") -> list[BlockHash]:
     return np.ascontiguousarray(keys[:, -8:]).view(">u8").ravel().tolist()
 
 
+class Stored(Protocol):
+    """Blocks that became findable, as the manager tells its sink."""
+
+    @property
+    def group(self) -> int: ...
+    @property
+    def columns(self) -> NDArray: ...  # [n] block numbers in their sequences; 0 has no parent
+    @property
+    def keys(self) -> Keys: ...  # uint8 [n, K]
+    @property
+    def parents(self) -> Keys: ...  # uint8 [n, K]
+    @property
+    def tokens(self) -> NDArray: ...  # int32 [n, block_size]
+
+
+class Removed(Protocol):
+    """Blocks that can no longer be found."""
+
+    @property
+    def groups(self) -> NDArray: ...  # [n]
+    @property
+    def keys(self) -> Keys: ...  # uint8 [n, K]
+
+
 class EventRecorder:
-    """A `KVEventSink` for the manager: turns its bulk calls into events, a batch for each step.
+    """A sink for `KVCacheManager`: turns its bulk calls into events, a batch for each step.
 
     ``config`` says the block size and the kind of each group. Cost: O(blocks told), one event for
     each run of blocks of one chain.
@@ -113,38 +137,37 @@ class EventRecorder:
         self._form: HashForm = hash_form
         self._medium = medium
         self._data_parallel_rank = data_parallel_rank
-        specs = [group.kv_cache_spec for group in config.kv_cache_groups]
-        self._specs = specs
+        self._specs = [group.kv_cache_spec for group in config.kv_cache_groups]
         self._events: list[KVEvent] = []
 
     def _group_fields(self, group: int) -> dict[str, Any]:
         spec = self._specs[group]
         window = spec.sliding_window if isinstance(spec, SlidingWindowSpec) else None
-        kind = spec.kind if isinstance(spec, AttentionSpec) else "mamba"
         return {
             "group_idx": group,
-            "kv_cache_spec_kind": kind,
+            "kv_cache_spec_kind": spec.kind,
             "kv_cache_spec_sliding_window": window,
         }
 
-    def stored(
-        self, group: int, keys: Keys, parents: Keys, has_parent: NDArray, token_ids: NDArray
-    ) -> None:
-        """See `KVEventSink.stored`."""
+    def stored(self, event: Stored) -> None:
+        """Blocks can be hit from now on."""
+        keys, parents = event.keys, event.parents
         if not len(keys):
             return
         hashes = external_hashes(keys, self._form)
         above = external_hashes(parents, self._form)
-        follows = np.asarray(has_parent, bool)[1:] & (parents[1:] == keys[:-1]).all(axis=1)
+        columns = np.asarray(event.columns)
+        follows = (columns[1:] > 0) & (parents[1:] == keys[:-1]).all(axis=1)
         edges = [0, *(np.flatnonzero(~follows) + 1).tolist(), len(keys)]
-        fields = self._group_fields(int(group))
+        group = int(event.group)
+        fields = self._group_fields(group)
         for start, stop in pairwise(edges):
             self._events.append(
                 BlockStored(
                     block_hashes=hashes[start:stop],
-                    parent_block_hash=above[start] if has_parent[start] else None,
-                    token_ids=token_ids[start:stop].ravel().tolist(),
-                    block_size=self._specs[int(group)].block_size,
+                    parent_block_hash=above[start] if columns[start] > 0 else None,
+                    token_ids=event.tokens[start:stop].ravel().tolist(),
+                    block_size=self._specs[group].block_size,
                     lora_id=None,
                     medium=self._medium,
                     lora_name=None,
@@ -152,14 +175,15 @@ class EventRecorder:
                 )
             )
 
-    def removed(self, group: int, keys: Keys) -> None:
-        """See `KVEventSink.removed`."""
-        if len(keys):
-            hashes = external_hashes(keys, self._form)
-            self._events.append(BlockRemoved(hashes, self._medium, int(group)))
+    def removed(self, event: Removed) -> None:
+        """Blocks cannot be hit any more."""
+        groups = np.asarray(event.groups)
+        for group in np.unique(groups).tolist():
+            hashes = external_hashes(event.keys[groups == group], self._form)
+            self._events.append(BlockRemoved(hashes, self._medium, group))
 
     def cleared(self) -> None:
-        """See `KVEventSink.cleared`."""
+        """No block can be hit any more."""
         self._events.append(AllBlocksCleared())
 
     def take(self, now: float | None = None) -> EventBatch | None:

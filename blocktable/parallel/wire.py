@@ -15,7 +15,7 @@ Version 1. A reader refuses every other version: ranks of one engine run one rel
 from __future__ import annotations
 
 import struct
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import xxhash
@@ -331,7 +331,7 @@ def _check_lengths(message: StepMessage) -> None:
             or appended != len(delta.append_ids)
         ):
             raise WireError(f"the columns of group {group} have lengths that do not fit")
-    columns: tuple[Any, ...] = message
+    columns = cast(tuple[Any, ...], message)
     for first, second in _STEP_PAIRS:
         if len(columns[first]) != len(columns[second]):
             names = f"{StepMessage._fields[first]} and {StepMessage._fields[second]}"

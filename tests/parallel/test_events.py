@@ -4,6 +4,7 @@ import importlib.util
 import json
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import numpy as np
@@ -13,7 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from blocktable.core.errors import ConfigError, WireError
-from blocktable.core.protocols import KVEventSink
 from blocktable.core.specs import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -48,8 +48,8 @@ def test_the_peers_own_decoder_reads_ours_where_it_is_installed():
         decode = msgspec.msgpack.Decoder(peer.KVEventBatch).decode
     recorder = events.EventRecorder(config(2))
     keys = np.random.default_rng(0).integers(0, 256, (3, 32)).astype(np.uint8)
-    recorder.stored(1, keys, np.roll(keys, 1, axis=0), np.array([0, 1, 1]), np.ones((3, 8), int))
-    recorder.removed(1, keys[:1])
+    recorder.stored(told(1, [0, 1, 2], keys, np.roll(keys, 1, axis=0), np.ones((3, 8), int)))
+    recorder.removed(SimpleNamespace(groups=np.array([1]), keys=keys[:1]))
     recorder.cleared()
     batch = decode(events.encode_batch(recorder.take(2.0)))
     stored, removed, cleared = batch.events
@@ -59,6 +59,12 @@ def test_the_peers_own_decoder_reads_ours_where_it_is_installed():
     assert stored.kv_cache_spec_sliding_window == 40
     assert removed.block_hashes == stored.block_hashes[:1] and removed.group_idx == 1
     assert type(cleared).__name__ == "AllBlocksCleared"
+
+
+def told(group, columns, keys, parents, tokens):
+    return SimpleNamespace(
+        group=group, columns=np.array(columns), keys=keys, parents=parents, tokens=tokens
+    )
 
 
 def config(groups: int) -> KVCacheConfig:
@@ -74,11 +80,10 @@ def config(groups: int) -> KVCacheConfig:
 
 def test_recorder_joins_chains_and_only_chains():
     recorder = events.EventRecorder(config(1), hash_form="bytes", medium=None)
-    assert isinstance(recorder, KVEventSink)
     keys = np.arange(5 * 32).reshape(5, 32).astype(np.uint8)
     parents = np.concatenate([keys[4:], keys[:1], keys[1:2], keys[:1], keys[3:4]])
     tokens = np.arange(20).reshape(5, 4)
-    recorder.stored(0, keys, parents, np.array([0, 1, 1, 1, 1], bool), tokens)
+    recorder.stored(told(0, [0, 1, 2, 1, 2], keys, parents, tokens))
     batch = recorder.take()
     assert recorder.take() is None
     first, second = batch.events
@@ -139,6 +144,9 @@ def test_subscriber_sees_all_in_order_and_fills_the_past(publisher):
 def test_what_the_buffer_lost_is_reported(publisher):
     for number in range(20):
         publisher.publish(batch(number))
+    while publisher._pending:
+        time.sleep(0.01)
+    time.sleep(0.1)
     subscriber = EventSubscriber(
         publisher.endpoint, publisher.replay_endpoint, topic="kv", first_sequence=2
     )
@@ -170,6 +178,18 @@ def test_gap_without_replay_and_restart(tmp_path):
     assert [(g.sequence, g.missed, g.restarted) for g in got] == [
         (5, 0, False), (6, 0, False), (9, 2, False), (0, 0, True), (1, 0, False),
     ]  # fmt: skip
+    subscriber.close()
+    socket.close(linger=0)
+
+
+def test_batches_before_the_first_one_wanted_are_skipped(tmp_path):
+    socket, endpoint = raw_publisher(tmp_path)
+    subscriber = EventSubscriber(endpoint, first_sequence=6)
+    time.sleep(0.2)
+    for sequence in (4, 5, 6, 7, 0):
+        send(socket, sequence)
+    got = [subscriber.receive(5.0) for _ in range(3)]
+    assert [(g.sequence, g.restarted) for g in got] == [(6, False), (7, False), (0, True)]
     subscriber.close()
     socket.close(linger=0)
 
@@ -232,3 +252,34 @@ def test_any_bytes_decode_or_raise_wire_error(noise, which, at):
             events.decode_batch(data)
         except WireError:
             continue
+
+
+def test_what_the_manager_tells_is_what_it_holds():
+    """Follow a manager through growth and eviction by its events alone."""
+    from blocktable.manager import KVCacheManager
+
+    cache = KVCacheConfig(
+        20,
+        (KVCacheGroupSpec(("a",), FullAttentionSpec(block_size=4, num_kv_heads=1, head_size=8)),),
+    )
+    recorder, counter = events.EventRecorder(cache), events.BlockCounter()
+    manager = KVCacheManager(cache, max_num_rows=4, max_model_len=64, seed=0, sink=recorder)
+    rng, row = np.random.default_rng(0), np.array([1], np.int32)
+    for _ in range(30):
+        sequence = manager.sequence(rng.integers(0, 3, 4 * int(rng.integers(1, 9))))
+        manager.admit(1, manager.find_hit(sequence), len(sequence) - manager.find_hit(sequence)[0])
+        manager.release(row)
+        batch = recorder.take()
+        if batch is not None:
+            for event in events.decode_batch(events.encode_batch(batch)).events:
+                if isinstance(event, events.BlockStored):
+                    assert len(event.token_ids) == 4 * len(event.block_hashes)
+                counter.apply([event])
+        stats = manager.stats()
+        assert len(counter) == stats.cached_keys
+        assert sum(counter.counts.values()) == stats.cached_blocks
+        if stats.removed_blocks > 10:
+            break
+    assert manager.reset_prefix_cache()
+    counter.apply(recorder.take().events)
+    assert len(counter) == 0
