@@ -68,7 +68,7 @@ def peer_model(dtype: str) -> Any:
 def run_generate_batch(model: Any, requests: list[tuple[list[int], int]]) -> float:
     """Seconds of transformers' continuous batching; outputs of their own length each."""
     from transformers import GenerationConfig
-    from transformers.generation import ContinuousBatchingConfig
+    from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
     config = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0)
     config.max_new_tokens = max(n for _, n in requests)
@@ -174,7 +174,7 @@ def report(name: str, ours: float, theirs: float, unit: str = "output tokens/s")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="CPU engine speed beside transformers")
     parser.add_argument("workload", choices=["decode", "mixed", "shared", "first"])
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--peer", default="transformers", choices=["transformers", "none"])

@@ -335,8 +335,9 @@ def _late(requests: np.ndarray, result: StepResult) -> Iterator[tuple[int, Reque
     same: the scheduler has put it behind the request's own tokens."""
     if len(result.index) == len(requests):
         return
-    for line in np.setdiff1d(np.arange(len(requests)), result.index).tolist():
-        request: Request = requests[line]
+    who: list[Request] = requests.tolist()
+    for line in np.setdiff1d(np.arange(len(who)), result.index).tolist():
+        request = who[line]
         if request.row < 0 and request.status == RequestStatus.PREEMPTED:
             yield line, request
 

@@ -123,7 +123,7 @@ class ModelRunner:
         step = PagedStep(self.memory.caches, groups, self._attend, self._write)
         ids = self._to_device(inputs.input_ids)
         if output.pending is not None:
-            self._fill_pending(ids, output, inputs)
+            self._fill_pending(ids, output, output.pending, inputs)
         sampling = len(inputs.logits_at) > 0
         keep = inputs.logits_at if sampling else np.zeros(1, np.int64)
         self._mixers.active = bool(self._mixers.modules)
@@ -141,10 +141,14 @@ class ModelRunner:
         return logits if sampling else None
 
     def _fill_pending(
-        self, ids: torch.Tensor, output: SchedulerOutput, inputs: StepInputs
+        self,
+        ids: torch.Tensor,
+        output: SchedulerOutput,
+        pending: NDArray[np.bool_],
+        inputs: StepInputs,
     ) -> None:
         """Take the last input token of rows whose previous step is not yet back from the device."""
-        waiting = np.flatnonzero(output.pending)
+        waiting = np.flatnonzero(pending)
         at = self._to_device(inputs.query_start_loc[1:].astype(np.int64)[waiting] - 1)
         ids[at] = self._last_tokens[self._to_device(output.rows[waiting].astype(np.int64))]
 

@@ -9,6 +9,7 @@ time, so that a file can be read while torch and transformers are being imported
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,7 +51,7 @@ def _quantized(tensor: TensorInfo, to_bfloat16: bool) -> NDArray[np.generic]:
     per_block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType[tensor.type_name]]
     blocks = tensor.data.reshape(-1, block_bytes)
     own = _OWN.get(tensor.type_name)
-    theirs = getattr(quants, tensor.type_name, None)
+    theirs: Any = getattr(quants, tensor.type_name, None)
     if own is None and theirs is None:
         raise LoadError(f"tensor {tensor.name} has type {tensor.type_name}: gguf cannot read it")
     if own is None:
@@ -60,7 +61,7 @@ def _quantized(tensor: TensorInfo, to_bfloat16: bool) -> NDArray[np.generic]:
     scratch = np.empty((min(count, _CHUNK_BLOCKS), per_block), np.float32)
     for start in range(0, count, _CHUNK_BLOCKS):
         part = slice(start, min(start + _CHUNK_BLOCKS, count))
-        values = scratch[: part.stop - start] if to_bfloat16 else out[part]
+        values: Any = scratch[: part.stop - start] if to_bfloat16 else out[part]
         if own is not None:
             own(blocks[part], values)
         else:

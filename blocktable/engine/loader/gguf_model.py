@@ -295,5 +295,8 @@ def _undo(arch: str, config: Any) -> Callable[[str, NDArray[np.generic]], NDArra
 
         return unpermute
     if arch in _NORM_OFFSET:
-        return lambda name, values: values - 1 if name.endswith("norm.weight") else values
+        one = np.float32(1)
+        return lambda name, values: (
+            np.subtract(values, one) if name.endswith("norm.weight") else values
+        )
     return lambda _, values: values

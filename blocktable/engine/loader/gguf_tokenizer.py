@@ -10,6 +10,8 @@ The splitting rules are those of the models' own tokenizer.json files; llama.cpp
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from blocktable.core.errors import LoadError
@@ -117,12 +119,14 @@ def wrap_tokenizer(file: GGUFFile, built: Tokenizer | None) -> Any:
 
 def _converted(file: GGUFFile) -> tuple[Tokenizer, dict[str, Any]]:
     """transformers' own conversion; where it lives depends on the version."""
-    try:
-        from transformers.integrations.gguf import convert_gguf_tokenizer
-    except ImportError:
-        from transformers.integrations.ggml import (  # type: ignore[no-redef]
-            convert_gguf_tokenizer,
-        )
+    convert = None
+    for name in ("gguf.gguf_tokenizer_mapping", "ggml"):
+        if convert is None:
+            with contextlib.suppress(ImportError):
+                module = importlib.import_module(f"transformers.integrations.{name}")
+                convert = getattr(module, "convert_gguf_tokenizer", None)
+    if convert is None:
+        raise LoadError(f"{file.path}: this transformers cannot convert its tokenizer")
     names = {"model": "tokenizer_type", "pre": "pre_tokenizer_type"}
     prefix = "tokenizer.ggml."
     fields = {
@@ -131,6 +135,6 @@ def _converted(file: GGUFFile) -> tuple[Tokenizer, dict[str, Any]]:
         if key.startswith(prefix)
     }
     try:
-        return convert_gguf_tokenizer(file.architecture, fields)
+        return convert(file.architecture, fields)
     except (KeyError, ValueError, TypeError) as error:
         raise LoadError(f"{file.path}: its tokenizer cannot be converted: {error}") from error
