@@ -39,6 +39,7 @@ def extensions() -> list[Extension]:
             Extension(
                 "blocktable.attention.cpu._kernels",
                 ["blocktable/attention/cpu/_kernels.cpp"],
+                depends=sorted(str(path) for path in Path("blocktable/attention/cpu").glob("*.h")),
                 language="c++",
                 extra_compile_args=[*COMMON, "-std=c++17"],
                 optional=True,

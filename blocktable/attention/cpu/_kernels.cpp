@@ -4,6 +4,11 @@
 // the arrays alive. Each kernel is compiled for several instruction set levels and chosen at run
 // time from what the CPU has, so one wheel runs everywhere.
 
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC diagnostic ignored "-Wuninitialized"  // GCC 12's own AVX-512 headers trip both
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#endif
+
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
@@ -15,6 +20,7 @@
 #include "_plan.h"
 #include "_threads.h"
 #if defined(__x86_64__)
+#include <cpuid.h>
 #include <immintrin.h>
 #endif
 
@@ -124,16 +130,30 @@ namespace generic {
   {#level, level::scratch_floats, level::run_item, level::write_tokens, level::norm_rows, \
    level::rotate_tokens}
 
+#if defined(__x86_64__)
+struct Features { bool avx2, avx512; };
+
+// What the CPU has and the operating system saves, straight from cpuid: the compilers' own
+// __builtin_cpu_supports knows no F16C and depends on their run-time library.
+static Features cpu_features() {
+  unsigned a, b, c, d, low, high;
+  if (!__get_cpuid(1, &a, &b, &c, &d)) return {false, false};
+  const bool os_saves = c >> 27 & 1, fma = c >> 12 & 1, f16c = c >> 29 & 1;
+  if (!os_saves || !fma || !f16c || !__get_cpuid_count(7, 0, &a, &b, &c, &d)) return {false, false};
+  __asm__("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+  const bool avx2 = (low & 0x6) == 0x6 && (b >> 5 & 1);
+  const unsigned wanted = 1u << 16 | 1u << 17 | 1u << 30 | 1u << 31;  // F, DQ, BW, VL
+  return {avx2, avx2 && (low & 0xe6) == 0xe6 && (b & wanted) == wanted};
+}
+#endif
+
 // Best first.
 static std::vector<Level> levels() {
   std::vector<Level> found;
 #if defined(__x86_64__)
-  __builtin_cpu_init();
-  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
-    found.push_back(BT_KERNELS(avx512));
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
-    found.push_back(BT_KERNELS(avx2));
+  const Features cpu = cpu_features();
+  if (cpu.avx512) found.push_back(BT_KERNELS(avx512));
+  if (cpu.avx2) found.push_back(BT_KERNELS(avx2));
 #endif
   found.push_back(BT_KERNELS(generic));
   return found;

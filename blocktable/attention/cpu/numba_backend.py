@@ -51,6 +51,26 @@ def _split_by_cost(items: NDArray[np.int64], lens: NDArray, parts: int) -> list[
     return [run for run in np.split(items, cuts) if run.size]
 
 
+def _run_shared(runs: list[NDArray], threads: int, arguments: tuple[object, ...]) -> None:
+    """The caller and helper threads take runs of items until none is left.
+
+    The caller works too: a helper may be kept waiting by the OpenMP team of the last torch operator
+    that still spins on its core, and then does fewer runs.
+    """
+    queue = iter(runs)
+
+    def take() -> None:
+        for run in queue:  # next() of a list iterator is atomic
+            numba_kernels.attend_items(run, *arguments)
+
+    helpers = min(threads, len(runs)) - 1
+    waiting = [_threads(threads).submit(take) for _ in range(helpers)] if helpers > 0 else []
+    take()
+    for helper in waiting:
+        if not helper.cancel():
+            helper.result()
+
+
 def _cache_view(cache: torch.Tensor) -> NDArray:
     if cache.dtype == torch.float32:
         return cache.detach().numpy()
@@ -87,13 +107,8 @@ def attend(
         per_head(v_scale, kv_heads, 1.0).astype(np.float32),
         result, denominators,
     )  # fmt: skip
-    runs = _split_by_cost(items, lens, torch.get_num_threads())
-    if len(runs) > 1:
-        pool = _threads(torch.get_num_threads())
-        list(pool.map(lambda run: numba_kernels.attend_items(run, *arguments), runs))
-    else:
-        for run in runs:
-            numba_kernels.attend_items(run, *arguments)
+    threads = torch.get_num_threads()
+    _run_shared(_split_by_cost(items, lens, 4 * threads), threads, arguments)
     out.copy_(torch.from_numpy(result))
     if lse is not None:
         lse.copy_(torch.from_numpy(denominators))
