@@ -104,7 +104,9 @@ def _print_report(report: SimReport, console: Console) -> None:
 
 
 def _print_sweep(reports: list[SimReport], console: Console) -> None:
-    table = Table(*SWEEP_HEADER)
+    table = Table(box=None, pad_edge=False)
+    for name in SWEEP_HEADER:
+        table.add_column(name, justify="right", no_wrap=True)
     for row in sweep_rows(reports):
         table.add_row(*row)
     console.print(table)

@@ -36,12 +36,12 @@ def plot_sweep(reports: Sequence[SimReport], path: str | Path) -> None:
     figure, (top, bottom) = _figure(2)
     sized = [r for r in reports if r.pool_bytes is not None]
     size = [(r.pool_bytes or 0) / 1e9 for r in sized]
-    top.plot(size, [100 * r.hit_rate for r in sized], marker="o", color="#2b6cb0")
+    top.plot(size, [100 * r.hit_share for r in sized], marker="o", color="#2b6cb0")
     for r in reports:
         if r.pool_bytes is None:
-            top.axhline(100 * r.hit_rate, color="black", linewidth=0.8, linestyle="--")
-            top.annotate("unbounded", (0.02, 100 * r.hit_rate), xycoords=("axes fraction", "data"))
-    top.set_ylabel("prefix hits, % of prompt tokens")
+            top.axhline(100 * r.hit_share, color="black", linewidth=0.8, linestyle="--")
+            top.annotate("unbounded", (0.02, 100 * r.hit_share), xycoords=("axes fraction", "data"))
+    top.set_ylabel("prefix hits, % of all prompt tokens")
     bottom.plot(size, [r.ttft_s.p50 for r in sized], marker="o", label="p50", color="#2f855a")
     bottom.plot(size, [r.ttft_s.p99 for r in sized], marker="o", label="p99", color="#c05621")
     bottom.set_yscale("log")

@@ -62,11 +62,13 @@ class PoolUse:
 @dataclass(frozen=True)
 class SimReport:
     """Result of one simulation. Tokens, blocks, bytes, seconds; ``usable_blocks`` and
-    ``pool_bytes`` are None for an unbounded pool. Queries and hits count a request once."""
+    ``pool_bytes`` are None for an unbounded pool. Queries and hits count a request once, when it is
+    admitted; prompts of requests that can never fit are ``refused_tokens``."""
 
     requests: int
     finished: int
     refused: int
+    refused_tokens: int
     usable_blocks: int | None
     block_size: int
     pool_bytes: int | None
@@ -84,6 +86,13 @@ class SimReport:
     inter_token_s: Percentiles
     step_time_model: str
     pool_use: dict[str, list[float]]
+
+    @property
+    def hit_share(self) -> float:
+        """Hits as a fraction of all prompt tokens, those of refused requests included; this is
+        what pool sizes compare by."""
+        asked = self.query_tokens + self.refused_tokens
+        return self.hit_tokens / asked if asked else 0.0
 
     def as_dict(self) -> dict[str, Any]:
         """Plain numbers for JSON, percentiles by name."""
@@ -115,8 +124,9 @@ def _seconds(p: Percentiles) -> str:
     return f"mean {p.mean:.3f} s, p50 {p.p50:.3f}, p90 {p.p90:.3f}, p99 {p.p99:.3f}"
 
 
-SWEEP_HEADER = ("pool", "blocks", "hit rate", "preempted", "refused", "TTFT p50 s", "TTFT p99 s",
-                "queue p99 s", "makespan s")  # fmt: skip
+SWEEP_HEADER = ("pool", "blocks", "hits", "preempted", "refused", "TTFT p50", "p99",
+                "queue p99", "total")  # fmt: skip
+"""``hits`` are of all prompt tokens of the trace, those of refused requests included."""
 
 
 def sweep_rows(reports: Sequence[SimReport]) -> list[tuple[str, ...]]:
@@ -125,8 +135,8 @@ def sweep_rows(reports: Sequence[SimReport]) -> list[tuple[str, ...]]:
         (
             "unbounded" if r.pool_bytes is None else f"{r.pool_bytes / 1e9:,.0f} GB",
             "-" if r.usable_blocks is None else f"{r.usable_blocks:,}",
-            f"{r.hit_rate:.1%}", f"{r.preemptions:,}", f"{r.refused:,}", f"{r.ttft_s.p50:.2f}",
-            f"{r.ttft_s.p99:.2f}", f"{r.queue_s.p99:.2f}", f"{r.makespan_s:,.0f}",
+            f"{r.hit_share:.1%}", f"{r.preemptions:,}", f"{r.refused:,}", f"{r.ttft_s.p50:.1f} s",
+            f"{r.ttft_s.p99:.1f} s", f"{r.queue_s.p99:.1f} s", f"{r.makespan_s:,.0f} s",
         )
         for r in reports
     ]  # fmt: skip

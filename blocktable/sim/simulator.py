@@ -93,7 +93,7 @@ class _Simulation:
             clock=self.clock,
         )
         self.next = 0
-        self.refused = 0
+        self.refused = self.refused_tokens = 0
         self.done: list[Request] = []
         self.token_of_row = np.zeros(options.max_num_seqs, np.int32)
         self.pool_use = PoolUse(options.samples)
@@ -144,6 +144,7 @@ class _Simulation:
                 )
             except RequestError:
                 self.refused += 1
+                self.refused_tokens += int(trace.input_length[i])
 
     def _sample_pool(self) -> None:
         pool = self.manager.pool
@@ -163,7 +164,7 @@ class _Simulation:
         usable = self.manager.pool.usable
         kv_bytes = self.options.step_time.kv_bytes_per_token
         return SimReport(
-            requests=len(trace), finished=len(self.done), refused=self.refused,
+            requests=len(trace), finished=len(self.done), refused=self.refused, refused_tokens=self.refused_tokens,
             usable_blocks=None if self.options.num_blocks is None else usable,
             block_size=trace.block_size,
             pool_bytes=None

@@ -73,7 +73,7 @@ def test_small_pools_hit_less_and_still_finish(tmp_path: Path) -> None:
     trace = read_trace(made_trace(tmp_path / "t.jsonl"))
     slow = SimOptions(step_time=StepTimeModel(bandwidth=2e11, compute=2e13), watermark=0.0)
     reports = sweep(trace, slow, (5.0, 20.0, 400.0))
-    rates = [report.hit_rate for report in reports]
+    rates = [report.hit_share for report in reports]
     assert rates == sorted(rates) and rates[0] < rates[-1]
     assert reports[-1].usable_blocks is None
     for report in reports:
