@@ -92,7 +92,6 @@ class KVCacheManager:
         self.num_tokens = np.zeros(max_num_rows, np.int32)
         self.num_computed = np.zeros(max_num_rows, np.int32)
         self.pool = BlockPool(config.num_blocks)
-        self.pool.eviction = make_policy(eviction, self.pool)
         self.host_pool = BlockPool(host_blocks) if host_blocks else None
         sizes = [g.block_size for g in self.groups if g.row_width() > 0] or [1]
         self.hash_block_size = gcd(*sizes)
@@ -106,6 +105,7 @@ class KVCacheManager:
             self.row_keys = RowKeys(self.tokens, self.keying, self.hash_block_size)
             self.book = KeyBook(self.pool, self.index, self.row_keys, sink)
             self.pool.on_evict = self.book.forget
+        self.pool.eviction = make_policy(eviction, self.pool, self.index)
         self._invalidations = 0
         self.growth = Growth(self.pool, self.groups, self.book, self.num_tokens, self.num_computed)
         self._native = self._attach_native(sink)
@@ -423,6 +423,18 @@ class KVCacheManager:
         self.pool.end_step(step)
         if self.host_pool is not None:
             self.host_pool.end_step(step)
+
+    def import_blocks(
+        self, sequence: TokenSequence, group: int, first: int, blocks: BlockIds
+    ) -> None:
+        """Blocks taken from the pool got the KV of blocks ``first``, ``first + 1``, ... of a
+        sequence from elsewhere (block transfer): they can be hit from now on. The caller still owns
+        them. ConfigError without the prefix cache or for another block size than the hashing's."""
+        target = self.groups[group]
+        if self.book is None or target.block_size != self.hash_block_size:
+            raise ConfigError(f"group {group} cannot take blocks that were computed elsewhere")
+        if len(blocks):
+            self.book.adopt(target, sequence, first, blocks)
 
     def reset_prefix_cache(self) -> bool:
         """Drop all keys. Refused (False) while any block is in use or fenced."""

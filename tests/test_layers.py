@@ -25,7 +25,7 @@ ALLOWED: dict[str, set[str]] = {
     "sim": {"core", "prefix", "groups", "manager", "sched", "device", "attention", "engine", "check"},
     "plan": {"core", "prefix", "groups", "manager", "sched", "device", "attention", "engine"},
 }
-FREE = {"serve", "llm", "cli", "tensor_parallel", "shards", "__init__", "__main__"}
+FREE = {"serve", "llm", "cli", "tensor_parallel", "shards", "disaggregated", "__init__", "__main__"}
 
 
 def layer_of(path: Path) -> str:

@@ -11,6 +11,7 @@ from blocktable.core.types import BlockIds, Counts, Keys, RowIds, TokenIds
 from blocktable.groups.base import Group, Ints
 from blocktable.prefix.index import PrefixIndex
 from blocktable.prefix.rows import RowKeys
+from blocktable.prefix.sequence import TokenSequence
 
 
 class StoredBlocks(NamedTuple):
@@ -127,6 +128,23 @@ class KeyBook:
         tokens = self.rows.tokens[owner[:, None], column[:, None] * size + np.arange(size)]
         event = StoredBlocks(group.group_id, owner, column, blocks, keys, parents, tokens)
         sink.stored(event)
+
+    def adopt(self, group: Group, sequence: TokenSequence, first: int, blocks: BlockIds) -> None:
+        """Key owned blocks whose KV was computed elsewhere: blocks first, first + 1, ... of a
+        sequence, in a group whose block size is the hashing's."""
+        keys, size, stop = sequence.keys(), group.block_size, first + len(blocks)
+        self.index.insert(blocks, keys[first:stop], group.group_id)
+        self.pool.mark_keyed(blocks)
+        self.counters[STORED] += len(blocks)
+        if self.sink is not None:
+            columns = np.arange(first, stop, dtype=np.int32)
+            parents = keys[np.maximum(columns - 1, 0)]
+            tokens = sequence.tokens[first * size : stop * size].reshape(-1, size)
+            rows = np.full(len(blocks), -1, np.int32)
+            event = StoredBlocks(
+                group.group_id, rows, columns, blocks, keys[first:stop], parents, tokens
+            )
+            self.sink.stored(event)
 
     def withdraw(self, group: Group, rows: Ints, keep: Ints) -> BlockIds:
         """Take back the keys of each row's blocks from keep[i] on. Returns those that another

@@ -59,11 +59,13 @@ class _Part:
 
 @dataclass
 class Fetch:
-    """A request's blocks on their way. ``num_tokens`` is known once the sources have answered."""
+    """A request's blocks on their way. ``num_tokens``, the fewest that a source holds, is known
+    once they have answered."""
 
     request_id: str
     rows: list[NDArray[np.int32]]
     first_token: int
+    stop_token: int
     deadline: float
     parts: list[_Part] = field(default_factory=list)
     num_tokens: int | None = None
@@ -145,9 +147,12 @@ class BlockFetcher:
         rows: Sequence[NDArray[np.int32]],
         *,
         first_token: int = 0,
+        stop_token: int | None = None,
+        ask: Sequence[Any] | None = None,
     ) -> Fetch:
         """Begin to read a request's KV from position ``first_token`` on into ``rows`` (this rank's
-        block ids, one array a group; earlier positions are not touched).
+        block ids, one array a group; earlier positions are not touched, nor those from
+        ``stop_token`` on). ``ask`` are fields for the sources' ``on_ask``, told first.
 
         ``endpoints`` are sources that together hold this rank's heads. Raises TransferError when
         they do not, or when the handshake fails.
@@ -158,10 +163,14 @@ class BlockFetcher:
             peers.append(self._peers[endpoint])
         peers = self._cover(peers)
         kept = [np.array(row, np.int32) for row in rows]
-        made = Fetch(request_id, kept, first_token, self._clock() + self._timeout)
+        most = self._layout.block_size * min((len(row) for row in kept), default=0)
+        stop = most if stop_token is None else min(stop_token, most)
+        made = Fetch(request_id, kept, first_token, stop, self._clock() + self._timeout)
         for peer in peers:
             part = _Part(peer, self._number())
             made.parts.append(part)
+            if ask is not None:
+                self._send(part, ["ask", self._number(), request_id, *ask])
             self._send(part, ["take", part.number, request_id])
         self._fetches.append(made)
         return made
@@ -237,9 +246,11 @@ class BlockFetcher:
             part.runs = plan_runs(
                 CacheView(part.peer.layout, part.peer.bases, theirs),
                 CacheView(self._layout, self._bases, fetch.rows),
-                fetch.first_token, int(num_tokens),
+                fetch.first_token, min(int(num_tokens), fetch.stop_token),
             )  # fmt: skip
-            part.state, fetch.num_tokens = "reading", int(num_tokens)
+            known = fetch.num_tokens
+            fetch.num_tokens = num_tokens if known is None else min(known, num_tokens)
+            part.state = "reading"
             if len(part.runs.size):
                 part.handle = self._reader.start(part.peer.name, part.peer.device, part.runs)
         except (TransferError, IndexError, ValueError, TypeError) as error:
@@ -287,6 +298,13 @@ class BlockFetcher:
     def _number(self) -> int:
         self._numbers += 1
         return self._numbers
+
+    def wait(self, seconds: float) -> None:
+        """Return when a source has answered, or after ``seconds``."""
+        poller = zmq.Poller()
+        for peer in self._peers.values():
+            poller.register(peer.socket, zmq.POLLIN)
+        poller.poll(max(1, int(seconds * 1000)))
 
     def close(self) -> None:
         """Abort what runs and close."""

@@ -6,7 +6,8 @@ whichever comes first, and its blocks are given back exactly once. A reader whos
 told so when it confirms, and discards what it read::
 
     reader  hello            -->  layout, addresses, NIXL metadata
-    reader  take, request    -->  held: lease, rows of block ids, tokens     (or unknown)
+    reader  take, request    -->  held: lease, rows of block ids, tokens     (or unknown; at once,
+                                  or when an expected request is offered)
     reader  (reads memory)
     reader  confirm, lease   -->  ok: what was read is what was held         (or gone)
 """
@@ -42,7 +43,8 @@ class _Offer:
 class BlockSource:
     """Offers requests' blocks to peers. Not thread-safe; `poll` is called from the engine's loop.
 
-    ``layout`` and ``bases`` (addresses of the memories) describe this rank's cache.
+    ``layout`` and ``bases`` (addresses of the memories) describe this rank's cache. ``on_ask`` gets
+    what peers ask for beyond this protocol: a request id and their fields.
     """
 
     def __init__(
@@ -54,8 +56,11 @@ class BlockSource:
         *,
         lease_seconds: float = 60.0,
         device: int | None = None,
+        on_ask: Callable[[str, list[Any]], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._on_ask = on_ask
+        self._waiting: dict[str, tuple[bytes, int] | None] = {}
         self._reader, self._layout, self._bases = reader, layout, list(bases)
         self._lease_seconds, self._device, self._clock = lease_seconds, device, clock
         self._offers: dict[str, _Offer] = {}
@@ -87,6 +92,22 @@ class BlockSource:
         kept = [np.array(row, np.int32) for row in rows]
         deadline = self._clock() + self._lease_seconds
         self._offers[request_id] = _Offer(kept, num_tokens, on_released, deadline)
+        waiter = self._waiting.pop(request_id, None)
+        if waiter is not None:
+            self._send(waiter[0], self._take(waiter[1], request_id))
+
+    def expect(self, request_id: str) -> None:
+        """The request will be offered: a peer that takes it early waits for its answer."""
+        self._waiting.setdefault(request_id, None)
+
+    def disappoint(self, request_id: str) -> None:
+        """An expected request will not be offered after all."""
+        waiter = self._waiting.pop(request_id, None)
+        if waiter is not None:
+            self._send(waiter[0], ["unknown", waiter[1], request_id])
+
+    def _send(self, peer: bytes, answer: list[Any]) -> None:
+        self._socket.send_multipart([peer, msgspec.msgpack.encode(answer)])
 
     def withdraw(self, request_id: str) -> bool:
         """Take an offer back, as for an aborted request; a reader that has it is told "gone".
@@ -98,17 +119,17 @@ class BlockSource:
         while self._socket.poll(int(timeout * 1000)):
             peer, data = self._socket.recv_multipart()[-2:]
             try:
-                answer = self._answer(msgspec.msgpack.decode(data))
+                answer = self._answer(peer, msgspec.msgpack.decode(data))
             except (msgspec.DecodeError, TypeError, ValueError, IndexError, KeyError):
                 answer = ["refused", 0, "not a message of this protocol"]
             if answer is not None:
-                self._socket.send_multipart([peer, msgspec.msgpack.encode(answer)])
+                self._send(peer, answer)
             timeout = 0.0
         now = self._clock()
         for request_id in [r for r, offer in self._offers.items() if offer.deadline <= now]:
             self._release(request_id)
 
-    def _answer(self, message: list[Any]) -> list[Any] | None:
+    def _answer(self, peer: bytes, message: list[Any]) -> list[Any] | None:
         kind, number = message[0], message[1]
         if kind == "hello":
             if message[2] != PROTOCOL:
@@ -118,7 +139,13 @@ class BlockSource:
                 "layout", number, layout, self._bases, self._device, self._reader.metadata(),
             ]  # fmt: skip
         if kind == "take":
+            if message[2] in self._waiting:
+                self._waiting[message[2]] = peer, number
+                return None
             return self._take(number, message[2])
+        if kind == "ask" and self._on_ask is not None:
+            self._on_ask(str(message[2]), list(message[3:]))
+            return None
         if kind in ("confirm", "drop"):
             request_id = self._leases.get(message[2])
             if request_id is not None:
