@@ -164,7 +164,8 @@ class _Simulation:
         usable = self.manager.pool.usable
         kv_bytes = self.options.step_time.kv_bytes_per_token
         return SimReport(
-            requests=len(trace), finished=len(self.done), refused=self.refused, refused_tokens=self.refused_tokens,
+            requests=len(trace), finished=len(self.done), refused=self.refused,
+            refused_tokens=self.refused_tokens,
             usable_blocks=None if self.options.num_blocks is None else usable,
             block_size=trace.block_size,
             pool_bytes=None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from worlds import World
 
@@ -17,10 +18,10 @@ from blocktable.sched.scheduler import Scheduler
     ("fields", "message"),
     [
         ({"prompt_token_ids": []}, "at least 1 token"),
-        ({"prompt_token_ids": [-1]}, "token id -1 is outside"),
-        ({"prompt_token_ids": [2**31]}, "token id 2147483648 is outside"),
-        ({"prompt_token_ids": [1.5]}, "must be integers"),
-        ({"prompt_token_ids": [True]}, "must be integers"),
+        ({"prompt_token_ids": [-1]}, "request 'a': token.* -1"),
+        ({"prompt_token_ids": [2**31]}, "request 'a': token.* 0 .. 2147483647"),
+        ({"prompt_token_ids": [1.5]}, "integers 0 .. 2147483647"),
+        ({"prompt_token_ids": np.array([True])}, "list of integers, got bool"),
         ({"max_tokens": 0}, "max_tokens must be >= 1, got 0"),
         ({"max_tokens": -3}, "max_tokens must be >= 1, got -3"),
         ({"n": 0}, "n must be >= 1, got 0"),
