@@ -136,9 +136,10 @@ def _runner(options: EngineOptions, batched: int, *parts: Any) -> ModelRunner:
         "attend": paged_attention, "write": write_kv, "num_host_blocks": options.num_host_blocks,
     }  # fmt: skip
     if not options.on_gpu:
-        from blocktable.attention.cpu.backend import plan_step
+        from blocktable.attention import cpu
 
-        return ModelRunner(*parts, prepare=plan_step, **backend)
+        backend |= {"attend": cpu.paged_attention, "write": cpu.write_kv}
+        return ModelRunner(*parts, prepare=cpu.plan_step, **backend)
     from blocktable.engine.gpu.runner import GraphRunner
 
     return GraphRunner(
