@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import itertools
 import json
 import statistics
 import sys
@@ -118,7 +117,7 @@ def mixed(llm: LLM, vocab: int, scale: float) -> dict[str, Any]:
 
 
 def decode(llm: LLM, vocab: int, batch: int, prompt_len: int, steps: int) -> dict[str, Any]:
-    """Median wall time of a decode step, and the share of it in which the GPU waits."""
+    """Median wall time of a decode step, and the share of it in which the GPU does nothing."""
     rng = np.random.default_rng(batch)
     engine = llm.engine
     engine.manager.reset_prefix_cache()
@@ -126,51 +125,36 @@ def decode(llm: LLM, vocab: int, batch: int, prompt_len: int, steps: int) -> dic
     for i in range(batch):
         engine.add_request(f"d{batch}-{i}", rng.integers(0, vocab, prompt_len).tolist(), params,
                            streaming=False)  # fmt: skip
-    marks: list[tuple[Any, Any]] = []
-    spy = _Spy(engine, marks)
-    times = []
+    times: list[float] = []
+    busy = None
     while engine.has_unfinished:
+        if len(times) == steps // 2 and busy is None and torch.cuda.is_available():
+            busy = _device_ms(engine, 8)
+            continue
         before = time.perf_counter()
         engine.step()
         times.append(time.perf_counter() - before)
-    spy.remove()
-    steady = times[-(steps // 2) : -4]
-    result = {"step_ms": 1e3 * statistics.median(steady),
-              "p10_p90_ms": [1e3 * float(q) for q in np.quantile(steady, (0.1, 0.9))]}  # fmt: skip
-    if marks:
-        torch.cuda.synchronize()
-        tail = marks[-(steps // 2) : -4]
-        gaps = [a[1].elapsed_time(b[0]) for a, b in itertools.pairwise(tail)]
-        result["gpu_idle_share"] = sum(gaps) / tail[0][0].elapsed_time(tail[-1][0])
+    steady = times[-(steps // 2) + 10 : -4]
+    step_ms = 1e3 * statistics.median(steady)
+    result = {
+        "step_ms": step_ms,
+        "p10_p90_ms": [1e3 * float(q) for q in np.quantile(steady, (0.1, 0.9))],
+    }
+    if busy is not None:
+        result["device_ms"], result["gpu_idle_share"] = busy, max(0.0, 1 - busy / step_ms)
     return result
 
 
-class _Spy:
-    """Records a CUDA event before and after each step's device work."""
+def _device_ms(engine: Any, steps: int) -> float:
+    """Time of a step's kernels and copies, added up by the profiler."""
+    from torch.profiler import ProfilerActivity, profile
 
-    def __init__(self, engine: Any, marks: list[tuple[Any, Any]]) -> None:
-        self._engine, self._execute = engine, engine.runner.execute
-        self._sample = engine.sampler.sample
-        if not torch.cuda.is_available():
-            return
-        engine.runner.execute = self._timed_execute
-        engine.sampler.sample = self._timed_sample
-        self._marks, self._start = marks, None
-
-    def _timed_execute(self, output: Any) -> Any:
-        self._start = torch.cuda.Event(enable_timing=True)
-        self._start.record()
-        return self._execute(output)
-
-    def _timed_sample(self, *args: Any, **kwargs: Any) -> Any:
-        result = self._sample(*args, **kwargs)
-        end = torch.cuda.Event(enable_timing=True)
-        end.record()
-        self._marks.append((self._start, end))
-        return result
-
-    def remove(self) -> None:
-        self._engine.runner.execute, self._engine.sampler.sample = self._execute, self._sample
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as found:
+        for _ in range(steps):
+            engine.step()
+        torch.cuda.synchronize()
+    return sum(row.self_device_time_total for row in found.key_averages()) / 1e3 / steps
 
 
 def prefix(llm: LLM, vocab: int, scale: float) -> dict[str, Any]:
@@ -223,7 +207,7 @@ def main() -> None:
         warm()
         record["capture_all_s"] = time.perf_counter() - before
         print("capture", record["capture_all_s"], flush=True)
-    for name in args.workloads.split(","):
+    for name in filter(None, args.workloads.split(",")):
         peer = VLLM.get((args.shape, name))
         if name == "decode":
             found: Any = {}

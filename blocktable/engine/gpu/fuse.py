@@ -36,6 +36,9 @@ class LaidAside:
 class FirstSibling(nn.Module):
     """Computes the fused product and returns the first part."""
 
+    fused_weight: torch.Tensor
+    fused_bias: torch.Tensor | None
+
     def __init__(
         self, weight: torch.Tensor, bias: torch.Tensor | None, sizes: list[int], aside: LaidAside
     ) -> None:
@@ -83,8 +86,9 @@ def fuse_siblings(model: nn.Module) -> int:
     made = 0
     for parent in list(model.modules()):
         for names in SIBLINGS:
-            layers = [getattr(parent, name, None) for name in names]
-            if all(type(layer) is nn.Linear for layer in layers) and _alike(layers):
+            found = [getattr(parent, name, None) for name in names]
+            layers = [layer for layer in found if type(layer) is nn.Linear]
+            if len(layers) == len(names) and _alike(layers):
                 _fuse(parent, names, layers)
                 made += 1
     return made
@@ -103,13 +107,14 @@ def _alike(layers: list[nn.Linear]) -> bool:
 
 @torch.no_grad()
 def _fuse(parent: nn.Module, names: tuple[str, ...], layers: list[nn.Linear]) -> None:
-    weight = torch.cat([layer.weight for layer in layers])
-    biases = [layer.bias for layer in layers if layer.bias is not None]
+    weights: list[torch.Tensor] = [layer.weight for layer in layers]
+    weight = torch.cat(weights)
+    biases: list[torch.Tensor] = [layer.bias for layer in layers if layer.bias is not None]
     bias = torch.cat(biases) if biases else None
     sizes, aside = [layer.out_features for layer in layers], LaidAside()
     setattr(parent, names[0], FirstSibling(weight, bias, sizes, aside))
-    weights = weight.split(sizes)
+    rows = weight.split(sizes)
     parts = [None] * len(sizes) if bias is None else bias.split(sizes)
     for i in range(1, len(names)):
-        sibling = LaterSibling(weights[i], parts[i], i, i == len(names) - 1, aside)
+        sibling = LaterSibling(rows[i], parts[i], i, i == len(names) - 1, aside)
         setattr(parent, names[i], sibling)

@@ -142,13 +142,8 @@ class GraphRunner(ModelRunner):
 
     def _replay(self, output: SchedulerOutput, inputs: Any, size: int) -> torch.Tensor | None:
         """The step as a graph of ``size`` requests; None if a plan does not fit its buffers."""
-        count = len(output.rows)
-        starts = np.arange(size + 1, dtype=np.int32)
-        starts[count:] = count
-        lens = np.zeros(size, np.int32)
-        lens[:count] = inputs.seq_lens
         planners = [planner for planner in self._planners if planner is not None]
-        plans = [p.host_plan(output.rows, starts, lens, num_tokens=size) for p in planners]
+        plans = [p.decode_plan(output.rows, inputs.seq_lens, size) for p in planners]
         shares = any(plan.shares for plan in plans)
         buffers = [p.buffers(size, shares) for p in planners]
         if not all(b.fits(plan) for b, plan in zip(buffers, plans, strict=True)):
@@ -159,7 +154,7 @@ class GraphRunner(ModelRunner):
         step_plans = [held.plan for held in buffers]
 
         run = partial(self._captured_pass, staged, step_plans)
-        return self._graphs[shares].run(size, run)[:count]
+        return self._graphs[shares].run(size, run)[: len(output.rows)]
 
     def _captured_pass(self, staged: StepInputs, plans: list[Any], size: int) -> torch.Tensor:
         return self._model_pass(staged, plans, size, 0)
