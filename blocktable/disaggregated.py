@@ -178,6 +178,15 @@ class DecodeEngine:
         return getattr(self._engine, name)
 
     @property
+    def on_schedule(self) -> Any:
+        """See `Engine`."""
+        return self._engine.on_schedule
+
+    @on_schedule.setter
+    def on_schedule(self, watcher: Any) -> None:
+        self._engine.on_schedule = watcher
+
+    @property
     def has_unfinished(self) -> bool:
         """See `Engine.has_unfinished`; a request whose prefix is on its way counts."""
         return bool(self._arriving) or self._engine.has_unfinished

@@ -107,6 +107,16 @@ def serve(
     max_queue: Annotated[int, typer.Option(help="Completions that may wait; then 429.")] = 256,
     drain_seconds: Annotated[float, typer.Option(help="Time for answers at SIGTERM.")] = 30.0,
     inspector: Annotated[bool, typer.Option(help="Serve the page /inspect.")] = True,
+    role: Annotated[str, typer.Option(help="both, or half a server: prefill, decode.")] = "both",
+    prefill: Annotated[
+        list[str] | None, typer.Option(help="Endpoint of a prefill process; may be repeated.")
+    ] = None,
+    transfer_endpoint: Annotated[
+        str, typer.Option(help="Where --role prefill answers decode servers.")
+    ] = "tcp://127.0.0.1:*",
+    tensor_parallel_size: Annotated[
+        int | None, typer.Option("--tp", help="Ranks that share the model.")
+    ] = None,
     block_size: opt.BlockSize = 16,
     num_blocks: opt.NumBlocks = None,
     max_model_len: opt.MaxModelLen = None,
@@ -119,7 +129,7 @@ def serve(
 ) -> None:
     """Serve a model to OpenAI clients, with the inspector at /inspect."""
     from blocktable.serve.config import ServerConfig
-    from blocktable.serve.run import serve as run
+    from blocktable.serve.run import serve_role
 
     config = ServerConfig(
         host=host, port=port, api_key=api_key, served_name=served_name, max_queue=max_queue,
@@ -129,9 +139,9 @@ def serve(
         block_size=block_size, num_blocks=num_blocks, max_model_len=max_model_len,
         max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens,
         enable_prefix_caching=prefix_caching, enable_chunked_prefill=chunked_prefill,
-        dtype=dtype, device=device,
+        dtype=dtype, device=device, tensor_parallel_size=tensor_parallel_size,
     )  # fmt: skip
-    run(model, config, engine)
+    serve_role(model, role, config, engine, prefill=prefill or (), endpoint=transfer_endpoint)
 
 
 @app.command()

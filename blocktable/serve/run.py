@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import signal
 import sys
+import threading
+from collections.abc import Sequence
 from typing import Any
 
 from blocktable.core.errors import ConfigError
 from blocktable.serve.config import ServerConfig
 
 
-def serve(model: str, config: ServerConfig, options: dict[str, Any]) -> None:
+def serve(
+    model: str, config: ServerConfig, options: dict[str, Any], *, prefill: Sequence[str] = ()
+) -> None:
     """Serve until SIGINT or SIGTERM; then refuse new connections, finish answers under way for up
     to ``drain_seconds``, and return. ConfigError where the server's packages are missing or the
-    address cannot be bound; LoadError for a model that cannot be loaded."""
+    address cannot be bound; LoadError for a model that cannot be loaded. With ``prefill`` endpoints
+    prompts are computed by those processes (``--role decode``)."""
     try:
         import uvicorn
 
@@ -25,7 +31,12 @@ def serve(model: str, config: ServerConfig, options: dict[str, Any]) -> None:
 
     listener = listen(config)
     llm = LLM(model, **options)
-    app = build_app(llm.engine, config, model)
+    engine: Any = llm.engine
+    if prefill:
+        from blocktable.disaggregated import DecodeEngine
+
+        engine = DecodeEngine(llm.engine, prefill)
+    app = build_app(engine, config, model)
     host, port = listener.getsockname()[:2]
     name = config.served_name or model
     print(f"serving {name} at http://{host}:{port}/v1", file=sys.stderr)
@@ -36,6 +47,31 @@ def serve(model: str, config: ServerConfig, options: dict[str, Any]) -> None:
         timeout_graceful_shutdown=max(1, round(config.drain_seconds)),
     )  # fmt: skip
     uvicorn.Server(settings).run(sockets=[listener])
+
+
+def serve_role(
+    model: str, role: str, config: ServerConfig, options: dict[str, Any], *,
+    prefill: Sequence[str] = (), endpoint: str = "tcp://127.0.0.1:*",
+) -> None:  # fmt: skip
+    """Serve as ``both`` (one process), ``prefill`` (no HTTP: blocks for decode servers, at
+    ``endpoint``) or ``decode`` (HTTP; prompts computed by the ``prefill`` endpoints)."""
+    if role not in ("both", "prefill", "decode"):
+        raise ConfigError(f"role must be both, prefill or decode, got {role!r}")
+    if (role == "decode") != bool(prefill):
+        raise ConfigError("--prefill names the prefill processes of --role decode, and only of it")
+    if role != "prefill":
+        serve(model, config, options, prefill=prefill)
+        return
+    from blocktable.disaggregated import serve_prefill
+    from blocktable.llm import LLM
+
+    engine = LLM(model, **options).engine
+    stop = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stop.set())
+    serve_prefill(
+        engine, endpoint, stop.is_set, told=lambda line: print(line, file=sys.stderr, flush=True)
+    )
 
 
 def listen(config: ServerConfig) -> Any:
