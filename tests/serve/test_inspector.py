@@ -1,14 +1,19 @@
 """What the inspector is told equals what the pool is, at every frame, in both directions."""
 
+import io
 import json
+import threading
 import time
 
 import httpx
 import numpy as np
 import pytest
 from conftest import make_llm
+from rich.console import Console
 
 from blocktable import SamplingParams
+from blocktable.cli import run
+from blocktable.cli.inspect import RemoteState, view
 from blocktable.core.pool import EVICTABLE, FENCED, OWNED
 from blocktable.serve import frames as f
 from blocktable.serve.recorder import TableRecorder
@@ -159,3 +164,24 @@ def test_state_events_blocks_requests_and_tree_over_http(server):
         assert http.get("/inspect/block/-1").status_code == 404
         assert http.get("/inspect/block/x").status_code in (400, 422)
         assert http.get("/inspect/request/99999").status_code == 404
+
+
+def test_the_terminal_shows_the_pool_and_follows_it(server, capsys):
+    body = {"model": "tiny", "prompt": "seen from a terminal", "max_tokens": 6, "ignore_eos": True}
+    httpx.post(f"{server.url}/v1/completions", json=body, timeout=20)
+    assert run(["inspect", server.url, "--once"]) == 0
+    shown = capsys.readouterr().out
+    assert "tiny, 399 blocks of 4 tokens" in shown
+    assert "req-" in shown and "cached, free to take" in shown
+    state = RemoteState(server.url + "/inspect", None)
+    threading.Thread(target=state.follow, daemon=True).start()
+    httpx.post(f"{server.url}/v1/completions", json=body, timeout=20)
+    recorder = server.app.state.recorder
+    deadline = time.monotonic() + 10
+    while state.last is None or state.last["n"] < recorder.sequence:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    with state.lock:
+        assert np.array_equal(state.codes, recorder.codes)
+        console = Console(width=120, height=40, file=io.StringIO())
+        console.print(view(state, 120, 40))
