@@ -17,7 +17,7 @@ def permuted(weight: NDArray[np.float32], heads: int) -> NDArray[np.float32]:
 
 
 def write_model(path: Path, arch: str, model: Any, quant: str = "F32") -> None:
-    """A llama, qwen2 or gemma2 model with a byte-level tokenizer of its vocabulary's size."""
+    """A llama, qwen2, qwen3 or gemma2 model with a byte-level tokenizer of its size."""
     config = model.config
     writer = gguf.GGUFWriter(path, arch)
     writer.add_block_count(config.num_hidden_layers)
@@ -30,8 +30,9 @@ def write_model(path: Path, arch: str, model: Any, quant: str = "F32") -> None:
     writer.add_rope_freq_base(10000.0)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     writer.add_rope_dimension_count(head_dim)
-    if arch == "gemma2":
+    if arch in ("gemma2", "qwen3"):
         writer.add_key_length(head_dim)
+    if arch == "gemma2":
         writer.add_sliding_window(config.sliding_window)
     write_vocabulary(writer, config.vocab_size)
     _write_tensors(writer, arch, model, quant)

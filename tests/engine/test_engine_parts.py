@@ -21,6 +21,8 @@ from blocktable.engine.probe import ProbeResult, probe_model
 from blocktable.engine.runner import build_inputs
 from blocktable.sched.output import SchedulerOutput
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 GREEDY = SamplingParams(temperature=0.0, max_tokens=7, ignore_eos=True)
 
 

@@ -25,7 +25,7 @@ from blocktable.engine.options import EngineOptions
 from blocktable.engine.params import SamplingParams
 from blocktable.engine.probe import ProbeResult, probe_model
 
-torch.set_num_threads(1)  # tiny models: a second thread only waits
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 BLOCK_SIZES = (1, 16, 17, 64)
 NEW_TOKENS = 7

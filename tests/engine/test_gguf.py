@@ -44,7 +44,7 @@ def test_values_are_bit_identical_to_gguf_py(name: str) -> None:
     assert np.array_equal(found[live].view(np.uint32), expected[live].view(np.uint32))
 
 
-@pytest.mark.parametrize("arch", ["llama", "qwen2", "gemma2"])
+@pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3", "gemma2"])
 def test_a_written_model_comes_back(arch: str, tmp_path: Path) -> None:
     model = tiny_model(arch)
     write_model(tmp_path / "tiny.gguf", arch, model)

@@ -11,6 +11,8 @@ from blocktable.core.errors import UnsupportedModel
 from blocktable.engine.kv_layout import plan_layout
 from blocktable.engine.probe import probe_model
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 @pytest.mark.parametrize("name", [*CONFIGS, *HYBRID_CONFIGS])
 def test_accepted(name: str) -> None:
