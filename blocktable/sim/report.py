@@ -124,6 +124,10 @@ def _seconds(p: Percentiles) -> str:
     return f"mean {p.mean:.3f} s, p50 {p.p50:.3f}, p90 {p.p90:.3f}, p99 {p.p99:.3f}"
 
 
+def _short(seconds: float) -> str:
+    return f"{seconds:.1f} s" if seconds < 100 else f"{seconds:,.0f} s"
+
+
 SWEEP_HEADER = ("pool", "blocks", "hits", "preempted", "refused", "TTFT p50", "p99",
                 "queue p99", "total")  # fmt: skip
 """``hits`` are of all prompt tokens of the trace, those of refused requests included."""
@@ -135,8 +139,8 @@ def sweep_rows(reports: Sequence[SimReport]) -> list[tuple[str, ...]]:
         (
             "unbounded" if r.pool_bytes is None else f"{r.pool_bytes / 1e9:,.0f} GB",
             "-" if r.usable_blocks is None else f"{r.usable_blocks:,}",
-            f"{r.hit_share:.1%}", f"{r.preemptions:,}", f"{r.refused:,}", f"{r.ttft_s.p50:.1f} s",
-            f"{r.ttft_s.p99:.1f} s", f"{r.queue_s.p99:.1f} s", f"{r.makespan_s:,.0f} s",
+            f"{r.hit_share:.1%}", f"{r.preemptions:,}", f"{r.refused:,}", _short(r.ttft_s.p50),
+            _short(r.ttft_s.p99), _short(r.queue_s.p99), f"{r.makespan_s:,.0f} s",
         )
         for r in reports
     ]  # fmt: skip
