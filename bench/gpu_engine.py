@@ -187,7 +187,8 @@ def main() -> None:
     built = time.perf_counter()
     extra = {"num_blocks": 4000} if args.device == "cpu" else {}
     llm = LLM(model, device=args.device, max_num_seqs=256, max_model_len=8192,
-              max_num_batched_tokens=8192, accelerate=True, compile=not args.no_compile, **extra)  # fmt: skip
+              max_num_batched_tokens=8192, accelerate=True,
+              compile=not args.no_compile, **extra)  # fmt: skip
     vocab = SHAPES[args.shape]["vocab_size"]
     ready = time.perf_counter()
     llm.generate([list(range(100))], SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True))
