@@ -68,7 +68,12 @@ class LLM:
 
             loaded = loading.finish(chosen.dtype, chosen.device, tokenizer)
             self.options, self.model_name = chosen, loaded.name
-            self.engine = build_engine(loaded, chosen)
+            if chosen.kv_events is None:
+                self.engine = build_engine(loaded, chosen)
+            else:
+                from blocktable.publishing import build_publishing_engine
+
+                self.engine = build_publishing_engine(loaded, chosen)
 
     @property
     def tokenizer(self) -> Any:
@@ -85,9 +90,13 @@ class LLM:
         """
         ids = self._add(prompts, params, streaming=False)
         done: dict[str, RequestOutput] = {}
-        while self.engine.has_unfinished:
-            for output in self.engine.step():
-                done[output.request_id] = output
+        try:
+            while self.engine.has_unfinished:
+                for output in self.engine.step():
+                    done[output.request_id] = output
+        except BaseException:  # Ctrl-C included: nothing of this call may run on
+            self.engine.abort(ids)
+            raise
         return [done[request_id] for request_id in ids]
 
     def stream(

@@ -216,3 +216,22 @@ def test_whole_prompt_cached_still_computes_its_last_token(llm: LLM) -> None:
 def test_missing_model() -> None:
     with pytest.raises(LoadError):
         LLM("/nowhere/at/all")
+
+
+def test_an_interrupted_call_leaves_nothing_running(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, calls = llm.engine.runner.execute, []
+
+    def interrupted(output: Any) -> Any:
+        calls.append(output)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return run(output)
+
+    monkeypatch.setattr(llm.engine.runner, "execute", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(QUESTIONS, GREEDY)
+    monkeypatch.undo()
+    assert [o.finished for o in llm.generate(QUESTIONS[:1], GREEDY)] == [True]
+    assert idle(llm)
