@@ -23,7 +23,11 @@ class EvictionPolicy(Protocol):
         ...
 
     def remove(self, blocks: BlockIds) -> None:
-        """These evictable blocks were taken by a hit, or lost their key."""
+        """These evictable blocks were taken by a hit."""
+        ...
+
+    def forget(self, blocks: BlockIds) -> None:
+        """These evictable blocks lost their key and are free now."""
         ...
 
     def pop(self, count: int) -> BlockIds:
@@ -86,6 +90,17 @@ class LRUQueue:
         """Forget blocks that are in the queue; O(len(blocks))."""
         self.place[blocks] = GONE
         self.state[LIVE] -= len(blocks)
+
+    forget = remove
+
+    def peek(self) -> int:
+        """The oldest block, without taking it; the queue must not be empty."""
+        while True:
+            slot = int(self.state[HEAD]) % len(self.ring)
+            block = int(self.ring[slot])
+            if self.place[block] == slot:
+                return block
+            self.state[HEAD] += 1
 
     def pop(self, count: int) -> BlockIds:
         """The ``count`` oldest; O(count + stale entries passed)."""

@@ -321,14 +321,14 @@ class BlockPool:
         idle = blocks[self.state[blocks] == EVICTABLE]
         self.keyed[blocks] = False
         if idle.size:
-            self.eviction.remove(idle)
+            self.eviction.forget(idle)
             self.state[idle] = FREE
             self._push_free(idle[::-1])
 
     def forget_keys(self) -> None:
         """No block carries a key any more: cached blocks become free, in their order. O(N)."""
         idle = self.eviction.order()
-        self.eviction.remove(idle)
+        self.eviction.forget(idle)
         self.keyed.fill(False)
         self.state[idle] = FREE
         self._push_free(idle[::-1])
