@@ -23,6 +23,7 @@ from blocktable.engine.probe import ProbeResult, probe_model
 from blocktable.engine.runner import ModelRunner
 from blocktable.engine.sampling import Sampler
 from blocktable.engine.sampling.grammar import GrammarRows
+from blocktable.groups.keybook import CacheSink
 from blocktable.manager import KVCacheManager
 from blocktable.sched.config import SchedulerConfig
 from blocktable.sched.scheduler import Scheduler
@@ -91,18 +92,26 @@ def make_runner(prepared: Prepared, manager: Any) -> ModelRunner:
 
 
 def build_engine(
-    loaded: LoadedModel, options: EngineOptions, *, probed: ProbeResult | None = None
+    loaded: LoadedModel,
+    options: EngineOptions,
+    *,
+    probed: ProbeResult | None = None,
+    make_sink: Callable[[KVCacheConfig], CacheSink] | None = None,
 ) -> Engine:
     """Probe the model, size the pool, and wire manager, scheduler, runner and sampler.
 
-    ``probed`` is what the probe found for this very model object earlier, if it was probed.
+    ``probed`` is what the probe found for this very model object earlier, if it was probed;
+    ``make_sink`` makes what hears of the cache's changes.
     Raises UnsupportedModel or ConfigError; nothing but the model's memory is held then.
     """
-    return assemble_engine(prepare_engine(loaded, options, probed=probed))
+    return assemble_engine(prepare_engine(loaded, options, probed=probed), make_sink=make_sink)
 
 
 def assemble_engine(
-    prepared: Prepared, *, wrap: Callable[[ModelRunner], Any] | None = None
+    prepared: Prepared,
+    *,
+    wrap: Callable[[ModelRunner], Any] | None = None,
+    make_sink: Callable[[KVCacheConfig], CacheSink] | None = None,
 ) -> Engine:
     """The engine over a prepared model; ``wrap`` may put something in front of its runner."""
     loaded, options, probed = prepared.loaded, prepared.options, prepared.probed
@@ -112,6 +121,7 @@ def assemble_engine(
         max_num_batched_tokens=prepared.max_num_batched_tokens,
         enable_caching=options.enable_prefix_caching and not probed.mixers.modules,
         seed=options.seed, host_blocks=options.num_host_blocks,
+        sink=None if make_sink is None else make_sink(prepared.config),
     )  # fmt: skip
     batched = prepared.max_num_batched_tokens
     scheduler = Scheduler(_scheduler_config(options, batched, probed), manager)

@@ -42,6 +42,8 @@ class EngineOptions:
         tensor_parallel_size: ranks that share the model, each with its part of the heads. They are
             started as processes of this machine, or by torchrun.
         rank_timeout: seconds after which a silent rank ends the engine with an error.
+        kv_events: endpoint where cache events are published, as tcp://*:5557.
+        kv_events_replay: endpoint where missed events can be asked for.
     """
 
     dtype: str = "auto"
@@ -66,6 +68,8 @@ class EngineOptions:
     gpu_memory_utilization: float = 0.9
     tensor_parallel_size: int = 1
     rank_timeout: float = 60.0
+    kv_events: str | None = None
+    kv_events_replay: str | None = None
 
     def __post_init__(self) -> None:
         for name in (

@@ -1,0 +1,60 @@
+"""An engine that publishes which blocks its prefix cache holds (``LLM(kv_events=...)``)."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+from blocktable.core.errors import ConfigError
+from blocktable.core.specs import KVCacheConfig
+from blocktable.engine.build import build_engine
+from blocktable.engine.engine import Engine
+from blocktable.engine.loader import LoadedModel
+from blocktable.engine.options import EngineOptions
+from blocktable.engine.outputs import RequestOutput
+from blocktable.parallel.event_stream import EventPublisher
+from blocktable.parallel.events import EventRecorder
+
+
+class PublishingEngine:
+    """An `Engine` that sends a batch of events after every step in which the cache changed.
+
+    ``publisher`` has the endpoints in use; everything else is the engine's own.
+    """
+
+    def __init__(self, engine: Engine, recorder: EventRecorder, publisher: EventPublisher) -> None:
+        self.__dict__.update(_engine=engine, _recorder=recorder, publisher=publisher)
+        weakref.finalize(self, publisher.close)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_engine"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.__dict__["_engine"], name, value)
+
+    def step(self) -> list[RequestOutput]:
+        """See `Engine.step`."""
+        outputs = self._engine.step()
+        batch = self._recorder.take()
+        if batch is not None:
+            self.publisher.publish(batch)
+        return outputs
+
+
+def build_publishing_engine(loaded: LoadedModel, options: EngineOptions) -> Any:
+    """As `build_engine`, with events at ``options.kv_events``. ConfigError without prefix cache."""
+    if options.kv_events is None or not options.enable_prefix_caching:
+        raise ConfigError("kv_events needs an endpoint and the prefix cache")
+    recorders: list[EventRecorder] = []
+
+    def make(config: KVCacheConfig) -> EventRecorder:
+        recorders.append(EventRecorder(config))
+        return recorders[-1]
+
+    publisher = EventPublisher(options.kv_events, options.kv_events_replay)
+    try:
+        engine = build_engine(loaded, options, make_sink=make)
+    except BaseException:
+        publisher.close()
+        raise
+    return PublishingEngine(engine, recorders[-1], publisher)
