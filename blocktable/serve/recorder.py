@@ -96,9 +96,9 @@ class TableRecorder:
         changed = bool(self._started) or bool((engine.scheduler.requests != self._who).any())
         if self._credit <= 0 and engine.has_unfinished and not (changed and self._credit > _DEBT):
             return
-        begin = time.perf_counter()
+        begin = time.thread_time()  # not the wall clock: other threads may hold the interpreter
         self._record(self._waited)
-        spent = time.perf_counter() - begin
+        spent = time.thread_time() - begin
         self._credit -= spent
         self._cost += 0.05 * (spent / max(self._waited, 1e-9) - self._cost)
         self._waited, self._steps = 0.0, 0

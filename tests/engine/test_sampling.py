@@ -155,6 +155,26 @@ class TestPenalties:
         ]
         assert [t.item() for t in drawn] == [0, 1, 0, 2, 1, 3]
 
+    def test_long_outputs_equal_penalties_over_the_whole_vocabulary(self):
+        gen = torch.Generator().manual_seed(11)
+        params = SamplingParams(
+            temperature=0, repetition_penalty=1.3, presence_penalty=0.7, frequency_penalty=0.2
+        )
+        sampler, out = Sampler(2, V), []
+        sampler.add_row(1, params, PROMPT)
+        one = np.array([1], np.int32)
+        for i in range(200):
+            logits = torch.randn(1, V, generator=gen) * 3
+            counts = torch.bincount(torch.tensor([V, *out]), minlength=V + 1)[:V]
+            seen = (counts > 0) | torch.zeros(V, dtype=torch.bool).index_fill(
+                0, torch.tensor(PROMPT), True
+            )
+            want = torch.where(logits > 0, logits / 1.3, logits * 1.3).where(seen, logits)
+            want = want - 0.7 * (counts > 0) - 0.2 * counts
+            got = sampler.sample(logits, one, np.array([len(PROMPT) + i])).token_ids
+            assert got.item() == want.argmax().item()
+            out.append(got.item())
+
     def test_a_resumed_request_goes_on_as_if_it_had_not_stopped(self):
         gen = torch.Generator().manual_seed(5)
         steps = [torch.randn(1, V, generator=gen) * 2 for _ in range(20)]

@@ -182,7 +182,8 @@ class Sampler:
             self.grammars.accept(rows[guided], tokens[guided])
         if len(plan.penalised):
             lines = self.counts.lines(rows[plan.penalised])
-            self.counts.add(self._upload(lines), self._rows_of(tokens, plan.penalised))
+            drawn = self._rows_of(tokens, plan.penalised)
+            self.counts.add(lines, self._upload(lines), drawn)
         logprobs = None if raw is None else self._logprobs(raw, tokens, rows, plan)
         return SamplerOutput(tokens, logprobs)
 
@@ -243,13 +244,20 @@ class Sampler:
         if mask is not None:
             logits.masked_fill_(~mask, -torch.inf)
         if len(plan.penalised):
-            index = self._upload(plan.penalised)
-            lines = self._upload(self.counts.lines(rows[plan.penalised]))
-            repetition, presence, frequency = plan.floats[3:, index]
-            logits[index] = apply_penalties(
-                logits[index], self.counts.prompt[lines], self.counts.output[lines],
-                repetition, presence, frequency,
-            )  # fmt: skip
+            self._penalise(logits, rows, plan)
+
+    def _penalise(self, logits: Tensor, rows: RowIds, plan: _Plan) -> None:
+        """Penalise, in place, the logits of the tokens that each row has seen."""
+        index = self._upload(plan.penalised)
+        on_host = self.counts.lines(rows[plan.penalised])
+        lines = self._upload(on_host).unsqueeze(-1)  # [p, 1]
+        ids = self.counts.seen[lines[:, 0], : self.counts.longest(on_host)]  # [p, k] int64
+        repetition, presence, frequency = plan.floats[3:, index]
+        logits[index.unsqueeze(-1), ids] = apply_penalties(
+            logits[index.unsqueeze(-1), ids],
+            self.counts.prompt[lines, ids], self.counts.output[lines, ids],
+            repetition, presence, frequency,
+        )  # fmt: skip
 
     def _apply_lists(self, logits: Tensor, rows: RowIds, listed: NDArray[np.int64]) -> None:
         """Allowed lists, then biases and bans; touches only the rows that have them."""
