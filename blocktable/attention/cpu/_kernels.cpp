@@ -73,7 +73,7 @@ struct Rotate {
 struct Level {
   const char* name;
   size_t (*scratch_floats)(const Call&);
-  void (*run_item)(const Call&, const Item&, float*);
+  void (*run_item)(const Call&, const Item&, const Item*, float*);
   void (*write_tokens)(const Write&, int64_t, int64_t);
   void (*norm_rows)(const Norm&, int64_t, int64_t);
   void (*rotate_tokens)(const Rotate&, int64_t, int64_t);
@@ -188,8 +188,9 @@ static void take_items(void* data) {
   float* memory = nullptr;
   for (size_t at; (at = team.next.fetch_add(team.grain)) < items.size();) {
     if (!memory) memory = thread_memory(team.level->scratch_floats(*team.call));
-    for (size_t i = at; i < std::min(at + team.grain, items.size()); i++)
-      team.level->run_item(*team.call, items[i], memory);
+    const size_t end = std::min(at + team.grain, items.size());
+    for (size_t i = at; i < end; i++)
+      team.level->run_item(*team.call, items[i], i + 1 < end ? &items[i + 1] : nullptr, memory);
   }
 }
 
@@ -219,7 +220,7 @@ static void attend(Call& call, const Level& level, int threads, bool own_pool) {
   team.level = &level;
   threads = int(std::min<size_t>(threads, plan.items.size()));
   if (plan.work * (call.size + call.size_v) < kSerialWork) threads = 1;
-  team.grain = std::max<size_t>(1, std::min<size_t>(16, plan.items.size() / (16 * std::max(1, threads))));
+  team.grain = std::max<size_t>(1, std::min<size_t>(16, plan.items.size() / (8 * std::max(1, threads))));
   parallel(threads, own_pool, take_items, &team);
 }
 
