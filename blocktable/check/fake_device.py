@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from blocktable.core.errors import BlocktableError
+from blocktable.core.specs import ChunkedLocalAttentionSpec, SlidingWindowSpec
 from blocktable.core.types import TokenIds
 from blocktable.manager import KVCacheManager
 from blocktable.sched.output import SchedulerOutput
@@ -127,8 +128,11 @@ class FakeDevice:
     def _attends(self, group: int, start: int, live: NDArray[np.bool_]) -> None:
         """What the step's first token attends to must not be null."""
         spec = self.manager.config.kv_cache_groups[group].kv_cache_spec
-        window = getattr(spec, "sliding_window", None)
-        first = 0 if window is None else max(0, start - window + 1)
+        first = 0
+        if isinstance(spec, SlidingWindowSpec):
+            first = max(0, start - spec.sliding_window + 1)
+        elif isinstance(spec, ChunkedLocalAttentionSpec):
+            first = start // spec.attention_chunk_size * spec.attention_chunk_size
         if not live[first:].all():
             at = first + int(np.argmin(live[first:]))
             raise Corruption(f"group {group}: position {at} is attended from {start} but is null")

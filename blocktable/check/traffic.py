@@ -17,6 +17,7 @@ from blocktable.check.fake_device import FakeDevice, next_token
 from blocktable.core.errors import BlocktableError, RequestError
 from blocktable.core.invariants import check
 from blocktable.core.specs import (
+    ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
@@ -37,6 +38,8 @@ class TrafficConfig:
     num_blocks: int = 16
     block_size: int = 4
     window: int | None = None
+    local: bool = False
+    """The window is a chunk that only its own positions attend to."""
     hybrid: bool = False
     host_blocks: int = 0
     enable_caching: bool = True
@@ -48,13 +51,15 @@ class TrafficConfig:
 def random_world(rng: random.Random) -> TrafficConfig:
     """A small world in which everything goes wrong soon."""
     block, blocks = rng.choice([1, 2, 4, 8]), rng.choice([10, 16, 24, 40])
-    kind = rng.choice(["full", "full", "window", "hybrid"])
+    kind = rng.choice(["full", "full", "window", "hybrid", "local", "local hybrid"])
     window = None if kind == "full" else rng.choice([2, block + 1, 3 * block])
-    usable = (blocks - 1) // (2 if kind == "hybrid" else 1)
+    hybrid = "hybrid" in kind
+    usable = (blocks - 1) // (2 if hybrid else 1)
     swap = rng.random() < 0.4
     flight = rng.choice([1, 1, 2])
     return TrafficConfig(
-        num_blocks=blocks, block_size=block, window=window, hybrid=kind == "hybrid",
+        num_blocks=blocks, block_size=block, window=window, hybrid=hybrid,
+        local="local" in kind,
         host_blocks=rng.choice([4, 30]) if swap else 0, enable_caching=rng.random() < 0.85,
         vocabulary=rng.choice([2, 5, 40]), max_model_len=max(6, (usable - 1) * block),
         scheduler=SchedulerConfig(
@@ -262,7 +267,13 @@ def _groups(world: TrafficConfig) -> tuple[KVCacheGroupSpec, ...]:
     specs: list[KVCacheSpec] = []
     if world.window is None or world.hybrid:
         specs.append(FullAttentionSpec(block_size=size, num_kv_heads=1, head_size=8))
-    if world.window is not None:
+    if world.window is not None and world.local:
+        specs.append(
+            ChunkedLocalAttentionSpec(
+                block_size=size, num_kv_heads=1, head_size=8, attention_chunk_size=world.window
+            )
+        )
+    elif world.window is not None:
         window = SlidingWindowSpec(
             block_size=size, num_kv_heads=1, head_size=8, sliding_window=world.window
         )
