@@ -66,7 +66,7 @@ def theirs(blocks: int) -> dict[str, float]:
     held = pool.get_new_blocks(blocks - 1)
     for block in held:
         key = make_block_hash_with_group_id(os.urandom(32), 0)
-        block._block_hash = key  # what its setter checks is that no key was there
+        block.set_block_hash(key, 16)
         pool.cached_block_hash_to_block.insert(key, block)
     pool.free_blocks(held)
     del held

@@ -109,7 +109,7 @@ class KVCacheManager:
         self._invalidations = 0
         self.growth = Growth(self.pool, self.groups, self.book, self.num_tokens, self.num_computed)
         self._native = self._attach_native(sink)
-        self.admission = Admission(self.pool, self.groups, self.growth, self.index)
+        self.admission = Admission(self.pool, self.groups, self.growth, self.book)
 
     def _attach_native(self, sink: CacheSink | None) -> Any:
         """The compiled helper over this manager's arrays, where it can stand in for the NumPy
@@ -163,7 +163,8 @@ class KVCacheManager:
             return look(wanted[:num_blocks], group.group_id)
 
         common = common_hit(self.groups, find, len(sequence) - 1)
-        return Hit(common.num_tokens, common.entries, sequence)
+        version = -1 if self.book is None else self.book.version
+        return Hit(common.num_tokens, common.entries, sequence, version)
 
     # -- scheduling -----------------------------------------------------------------------------
 

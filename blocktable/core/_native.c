@@ -334,6 +334,16 @@ static inline int64_t bucket(const Core *c, uint64_t word) {
     return (int64_t)((word >> 32) * (uint64_t)c->num_blocks >> 32);
 }
 
+/* Keys ahead of the one at hand, so that their buckets are in the cache when their turn comes. */
+#define AHEAD 12
+
+static inline void index_fetch(const Core *c, const uint8_t *keys, int64_t i, int64_t count) {
+    uint64_t word;
+    if (i + AHEAD >= count) return;
+    memcpy(&word, keys + (i + AHEAD) * c->key_words * 8, 8);
+    __builtin_prefetch(&c->links[bucket(c, word)]);
+}
+
 static void index_insert(Core *c, int32_t block, const uint8_t *key, int group) {
     uint64_t *words = c->words + block * c->key_words;
     memcpy(words, key, (size_t)c->key_words * 8);
@@ -668,8 +678,10 @@ static PyObject *core_insert(Core *self, PyObject *const *args, Py_ssize_t n) {
     long group;
     if (key_args(self, args, n, &blocks, &keys, &group)) return NULL;
     const int32_t *ids = blocks.buf;
-    for (int64_t i = 0; i < blocks.len / 4; i++)
+    for (int64_t i = 0; i < blocks.len / 4; i++) {
+        index_fetch(self, keys.buf, i, blocks.len / 4);
         index_insert(self, ids[i], (uint8_t *)keys.buf + i * self->key_words * 8, (int)group);
+    }
     PyBuffer_Release(&blocks);
     PyBuffer_Release(&keys);
     Py_RETURN_NONE;
@@ -696,6 +708,7 @@ static PyObject *core_find_prefix(Core *self, PyObject *const *args, Py_ssize_t 
     int32_t *out = blocks.buf;
     int64_t i = 0, count = blocks.len / 4;
     for (; i < count; i++) {
+        index_fetch(self, keys.buf, i, count);
         out[i] = index_find(self, (uint8_t *)keys.buf + i * self->key_words * 8, (int)group);
         if (!out[i]) break;
     }

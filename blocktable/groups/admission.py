@@ -23,6 +23,7 @@ class Hit(NamedTuple):
     num_tokens: int
     blocks: tuple[BlockIds, ...]
     sequence: TokenSequence
+    version: int = -1  # of the cache when it was found; unchanged means not stale
 
 
 class CacheStats(NamedTuple):
@@ -53,9 +54,10 @@ class Admission:
     """Checks and fills empty rows; keeps the hit statistics."""
 
     def __init__(
-        self, pool: BlockPool, groups: tuple[Group, ...], growth: Growth, index: PrefixIndex | None
+        self, pool: BlockPool, groups: tuple[Group, ...], growth: Growth, book: KeyBook | None
     ) -> None:
-        self.pool, self.groups, self.growth, self.index = pool, groups, growth, index
+        self.pool, self.groups, self.growth, self.book = pool, groups, growth, book
+        self.index: PrefixIndex | None = None if book is None else book.index
         self._empty = tuple(np.zeros(0, np.int32) for _ in groups)
         self.requests = self.query_tokens = self.hit_tokens = self.cleared = 0
 
@@ -76,7 +78,8 @@ class Admission:
             kept[:skip] = 0
             live = kept[kept != 0]
             if live.size:
-                self._check_hit(hit.sequence, group, kept)
+                if hit.version < 0 or self.book is None or hit.version != self.book.version:
+                    self._check_hit(hit.sequence, group, kept)
                 waking += int(np.count_nonzero(self.pool.state[live] == EVICTABLE))
             new = max(0, int(group.entries_for(np.int64(limit))) - max(skip, len(kept)))
             entries.append(kept)
