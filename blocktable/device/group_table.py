@@ -161,7 +161,7 @@ class BlockTable:
 
     def clear_rows(self, rows: ArrayLike) -> None:
         """Bulk `clear_row`."""
-        self._own().clear(np.asarray(rows, np.int64))
+        self._own().clear(rows)
 
     def truncate_row(self, row: int, num_blocks: int) -> None:
         """Keep the first ``num_blocks`` kernel blocks of a row; shorter rows stay as they are."""

@@ -13,7 +13,6 @@ rows. Token ids are long, so they do not move: a row points to its line of ``tok
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -117,9 +116,11 @@ class InputBatch:
 
     def rows(self, request_ids: Iterable[Hashable]) -> RowIds:
         """Rows of these requests; RowError names the first one that is not in the batch."""
-        ids = list(request_ids)
+        return self._rows(list(request_ids)).astype(np.int32)
+
+    def _rows(self, ids: list[Hashable]) -> NDArray[np.int64]:
         try:
-            return np.fromiter(map(self._row_of.__getitem__, ids), np.int32, len(ids))
+            return np.fromiter(map(self._row_of.__getitem__, ids), np.int64, len(ids))
         except KeyError:
             missing = next(request for request in ids if request not in self._row_of)
             raise RowError(f"request {missing!r} is not in the batch") from None
@@ -216,16 +217,25 @@ class InputBatch:
         Rows of the others stay where they are until `condense`.
         """
         ids = list(request_ids)
-        rows = self.rows(ids)
-        if len(set(ids)) < len(ids):
-            raise RowError(f"request ids {ids} name a request twice")
-        deque(map(self._row_of.__delitem__, ids), maxlen=0)
+        rows = self._take_rows(ids)
         self.request_ids[rows] = None
         self._clear_columns(rows)
         self.block_table.clear_rows(rows)
-        return rows
+        return rows.astype(np.int32)
 
-    def _clear_columns(self, rows: RowIds) -> None:
+    def _take_rows(self, ids: list[Hashable]) -> NDArray[np.int64]:
+        """Rows of these requests, which are looked up no more: one pass, and undone by RowError
+        (a lookup in a dict that has left the caches takes 0.4 us)."""
+        try:
+            return np.fromiter(map(self._row_of.pop, ids), np.int64, len(ids))
+        except KeyError as error:
+            names = enumerate(self.request_ids.tolist())
+            self._row_of = {name: row for row, name in names if name is not None}
+            raise RowError(
+                f"request {error.args[0]!r} is not in the batch, or named twice"
+            ) from None
+
+    def _clear_columns(self, rows: NDArray) -> None:
         self._occupied[rows] = False
         self._real[:, rows] = self._real_empty
         self._whole[:-1, rows] = self._whole_empty[:-1]  # the token line stays the row's own
@@ -245,7 +255,7 @@ class InputBatch:
         self._whole[-1, src] = lines
         self._occupied[dst] = True
         self.request_ids[src] = None
-        self._clear_columns(src.astype(np.int32))
+        self._clear_columns(src)
         self.block_table.move_rows(src, dst)
         return Moves(src.astype(np.int32), dst.astype(np.int32))
 
