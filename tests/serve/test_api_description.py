@@ -2,7 +2,6 @@
 
 import pytest
 import schemathesis
-from conftest import running
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from schemathesis import GenerationMode
@@ -11,6 +10,7 @@ from schemathesis.specs.openapi.checks import (
     content_type_conformance,
     status_code_conformance,
 )
+from serving import running
 
 from blocktable.engine.params import SamplingLimits
 from blocktable.serve.config import ServerConfig

@@ -4,7 +4,7 @@ import time
 
 import httpx
 import numpy as np
-from conftest import run_app
+from serving import run_app
 
 from blocktable.parallel.event_stream import EventPublisher, EventSubscriber, Received
 from blocktable.parallel.events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch

@@ -8,8 +8,8 @@ import time
 import httpx
 import numpy as np
 import pytest
-from conftest import make_llm
 from rich.console import Console
+from serving import make_llm
 
 from blocktable import SamplingParams
 from blocktable.cli import run

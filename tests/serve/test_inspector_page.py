@@ -5,9 +5,8 @@ import threading
 
 import httpx
 import pytest
-from browser import CHROMIUM
-from conftest import running
 from playwright.sync_api import sync_playwright
+from serving import CHROMIUM, running
 
 from blocktable.serve.config import ServerConfig
 

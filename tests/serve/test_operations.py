@@ -7,7 +7,7 @@ import time
 
 import httpx
 import pytest
-from conftest import running
+from serving import running
 
 from blocktable.core.errors import ConfigError
 from blocktable.serve.config import ServerConfig

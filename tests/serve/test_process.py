@@ -14,7 +14,7 @@ import pytest
 SERVER = """
 import sys
 sys.path.insert(0, sys.argv[1])
-from conftest import make_llm
+from serving import make_llm
 import blocktable.llm, blocktable.serve.run as run
 from blocktable.serve.config import ServerConfig
 blocktable.llm.LLM = lambda model, **options: make_llm()
