@@ -16,12 +16,13 @@ log-sum-exp: by the item of the token that ends last, or, behind a shared prefix
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from blocktable.attention.plan_cut import CutKernel, cut_rows
 from blocktable.attention.plan_items import (
     TOKEN_WIDTH,
     Int32s,
@@ -40,14 +41,8 @@ from blocktable.core.errors import ConfigError
 
 SMALL_M: Final = 16
 """Packed rows of a small item: the height of one tensor-core fragment."""
-_KEY_STEP: Final = 64
-"""Pieces are multiples of this many keys, the kernels' usual tile."""
-_START_KEYS: Final = 32
-"""What starting an item costs, in keys it could have read."""
-_MERGE_KEYS: Final = 64
-"""What writing and merging a piece costs, likewise."""
-_FULL_ROUND: Final = 0.35
-"""Part of a full round's time that goes with how full it is; the rest is latency, and stays."""
+_FEW_ITEMS: Final = 64
+"""Rows x KV heads up to which a graph is made for few keys."""
 _OVERLAP: Final = 220
 """A tile item may take as many keys as it multiplies in 0.6 of the time of the small items beside
 it: their keys x KV heads over this number (an H200 reads 8400 of them a us and multiplies 64)."""
@@ -57,10 +52,12 @@ it: their keys x KV heads over this number (an H200 reads 8400 of them a us and 
 class PlanConfig:
     """Shape of a layer and of the machine; checked once.
 
-    num_workers, num_tile_workers: programs of a kind that the machine runs at once.
+    num_workers, num_few_workers, num_tile_workers: programs that the machine runs at once: small
+        items, the same in the kernel for few keys, and tile items.
     min_piece, min_tile_piece: keys below which splitting a row costs more than it gives.
     share: look for shared prefixes. min_shared_tokens: length from which a node pays;
         min_saved_tokens: (rows - 1) * length from which it does.
+    few: take the kernel for few keys; None: decide by the keys of each plan.
     tile_sizes: packed rows that a tile item may have, rising; the smallest that holds the widest
         row or node is taken. One size keeps every plan to one compiled kernel.
     """
@@ -71,14 +68,16 @@ class PlanConfig:
     causal: bool = True
     sliding_window: int | None = None
     chunk: int | None = None
-    num_workers: int = 264
+    num_workers: int = 528
+    num_few_workers: int = 396
     num_tile_workers: int = 132
     min_piece: int = 128
     min_tile_piece: int = 512
     share: bool = True
     min_shared_tokens: int = 128
     min_saved_tokens: int = 1024
-    tile_sizes: tuple[int, ...] = (64, 128)
+    tile_sizes: tuple[int, ...] = (128,)
+    few: bool | None = None
 
     def __post_init__(self) -> None:
         if self.num_q_heads < 1 or self.num_kv_heads < 1 or self.num_q_heads % self.num_kv_heads:
@@ -94,6 +93,13 @@ class PlanConfig:
     def group(self) -> int:
         """Query heads per KV head."""
         return self.num_q_heads // self.num_kv_heads
+
+    def for_graph(self, num_rows: int) -> PlanConfig:
+        """This configuration with the kernel settled by the batch size, as a captured graph needs
+        it: below one small item per multiprocessor latency counts."""
+        if self.few is not None:
+            return self
+        return replace(self, few=num_rows * self.num_kv_heads <= _FEW_ITEMS)
 
     def slots(self, workers: int) -> int:
         """Items that run at once for each KV head."""
@@ -118,7 +124,8 @@ class AttentionPlan(NamedTuple):
     query tokens that tiles gather. merges: int32 [m, 4], tokens behind shared prefixes with their
     first slot and number of pieces, merged by a launch of its own.
     tile_m: packed rows of a tile item. num_tokens: query tokens covered.
-    num_slots, num_counters: partial slots and counters in use. nodes: shared prefixes found.
+    num_slots, num_counters: partial slots and counters in use. nodes: shared prefixes found. few:
+    the small items are for the kernel for few keys.
     """
 
     small: Int32s
@@ -130,6 +137,7 @@ class AttentionPlan(NamedTuple):
     num_slots: int
     num_counters: int
     nodes: tuple[SharedNode, ...]
+    few: bool
 
     @property
     def tile_merges(self) -> bool:
@@ -157,6 +165,12 @@ class _RowSets(NamedTuple):
     tile: RowSet
     num_slots: int
     num_counters: int
+    few: bool
+
+
+class _SmallCut(NamedTuple):
+    keys: Int64s
+    few: bool
 
 
 def plan_attention(
@@ -190,7 +204,7 @@ def plan_attention(
         np.concatenate((longest_first(_own(config, sets.small, SMALL_M)), idle)),
         longest_first(np.concatenate((_own(config, sets.tile, tile_m), shared.items))),
         shared.tokens, _merges(sets.small), tile_m, num_tokens, sets.num_slots, sets.num_counters,
-        tuple(sharing.nodes),
+        tuple(sharing.nodes), sets.few,
     )  # fmt: skip
 
 
@@ -238,34 +252,26 @@ def _share(
     return _Sharing(nodes, pieces, own_start, row_pieces, tile_m if nodes else 0)
 
 
-def _piece_keys(own_keys: Int64s, tiles: Int64s, slots: int, least: int) -> Int64s:
-    """Keys of a piece for each row, equal within a row: the cut that should end first.
+def _cut_small(config: PlanConfig, sharing: _Sharing, own_keys: Int64s, tiles: Int64s) -> _SmallCut:
+    """The cut of small items, and the kernel it is for: whichever of the two should end first."""
+    free = 1 - _taken(config, sharing)
+    many = CutKernel(config.slots(int(config.num_workers * free)), 1.0, 0.35)
+    few = CutKernel(config.slots(int(config.num_few_workers * free)), 1.04, 0.6)
+    if config.few is not None:
+        kernel = few if config.few else many
+        return _SmallCut(cut_rows(own_keys, tiles, kernel, config.min_piece).keys, config.few)
+    one = cut_rows(own_keys, tiles, many, config.min_piece)
+    two = cut_rows(own_keys, tiles, few, config.min_piece)
+    return _SmallCut(two.keys, True) if two.time <= one.time else _SmallCut(one.keys, False)
 
-    slots: items per KV head that run at once; cutting adds at most as many. Items start longest
-    first, so round r of them takes about as long as item r * slots; a few numbers of pieces of the
-    longest row are tried. (On an H200, 16 rows of 32768 keys in 4, 5 and 8 pieces took 495, 694 and
-    612 us: one full round, a second one nearly empty, a third one nearly empty.)
-    """
-    longest = int(own_keys.max(initial=0))
-    if longest <= least:
-        return np.full(own_keys.size, max(longest, _KEY_STEP))
-    ideal = longest * slots / int((own_keys * tiles).sum())
-    tries = {max(int(ideal * rounds) + up, 1) for rounds in (1, 2, 3, 4) for up in (0, 1)} | {1}
-    best, best_time = own_keys, float("inf")
-    for count in sorted(min(number, longest // least) for number in tries):
-        piece = -(-longest // count)
-        pieces = np.maximum(-(-own_keys // piece), 1)
-        if count > 1 and int((pieces * tiles).sum()) > int(tiles.sum()) + slots:
-            break
-        keys = -(-own_keys // (pieces * _KEY_STEP)) * _KEY_STEP
-        lengths = np.repeat(keys + _START_KEYS + _MERGE_KEYS * (pieces > 1), pieces * tiles)
-        lengths.sort()
-        rounds = lengths[::-1][::slots]
-        last = (lengths.size - 1) % slots + 1
-        time = float(rounds.sum() - rounds[-1] * _FULL_ROUND * (1 - last / slots))
-        if time < best_time:
-            best, best_time = keys, time
-    return np.maximum(best, _KEY_STEP)
+
+def _taken(config: PlanConfig, sharing: _Sharing) -> float:
+    """Part of the multiprocessors that tiles of shared prefixes keep while small items run. A tile
+    takes a whole one; a full round of tiles is over before most small items start."""
+    rows = np.array([node.rows.size for node in sharing.nodes], np.int64)
+    tiles = -(-rows * config.group // max(sharing.tile_m, 1)) * sharing.pieces
+    taken = int(tiles.sum()) * config.num_kv_heads / max(config.num_tile_workers, 1)
+    return taken if taken < 0.5 else 0.0
 
 
 def _row_sets(
@@ -275,10 +281,8 @@ def _row_sets(
     """Rows of both launches with their pieces; slots and counters run through both."""
     made: list[RowSet] = []
     slots = counters = 0
-    for mask, block_m, workers, least in (
-        (small, SMALL_M, config.num_workers, config.min_piece),
-        (tile, tile_m, config.num_tile_workers, config.min_tile_piece),
-    ):
+    few = bool(config.few)
+    for mask, block_m in ((small, SMALL_M), (tile, tile_m)):
         rows = np.flatnonzero(mask)
         query_len, seq_len = (starts[1:] - starts[:-1])[rows], lens[rows]
         first, _ = visible_keys(
@@ -287,7 +291,11 @@ def _row_sets(
         )  # fmt: skip
         kv_start = np.maximum(sharing.own_start[rows], first)
         own_keys, tiles = seq_len - kv_start, -(-query_len * config.group // block_m)
-        piece = _piece_keys(own_keys, tiles, config.slots(workers), least)
+        if mask is small:
+            piece, few = _cut_small(config, sharing, own_keys, tiles)
+        else:
+            kernel = CutKernel(config.slots(config.num_tile_workers), 1.0, 0.35)
+            piece = cut_rows(own_keys, tiles, kernel, config.min_tile_piece).keys
         own, shared = np.maximum(-(-own_keys // piece), 1), sharing.row_pieces[rows]
         split = own + shared > 1
         row_slots = np.where(split, (own + shared) * query_len, 0)
@@ -298,7 +306,7 @@ def _row_sets(
             counters + np.cumsum(row_counters) - row_counters,
         ))  # fmt: skip
         slots, counters = slots + int(row_slots.sum()), counters + int(row_counters.sum())
-    return _RowSets(made[0], made[1], slots, counters)
+    return _RowSets(made[0], made[1], slots, counters, few)
 
 
 def _own(config: PlanConfig, rows: RowSet, block_m: int) -> Int32s:

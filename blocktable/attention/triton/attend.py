@@ -61,7 +61,7 @@ def attend_kernel(
     HAS_SINK: tl.constexpr, HAS_ALIBI: tl.constexpr, K_SCALED: tl.constexpr,
     V_SCALED: tl.constexpr, HAS_LSE: tl.constexpr, V_IN_K: tl.constexpr, GATHERS: tl.constexpr,
     SKIP_MASK: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr,
-    STARTS_NEXT: tl.constexpr, FOLLOWS: tl.constexpr, MERGE_P: tl.constexpr, AHEAD: tl.constexpr,
+    STARTS_NEXT: tl.constexpr, FOLLOWS: tl.constexpr, MERGE_P: tl.constexpr,
 ):  # fmt: skip
     """One item for one KV head; grid (HKV, items). Items: plan_items.ITEM_FIELDS.
 
@@ -134,18 +134,14 @@ def attend_kernel(
         total = tl.zeros([BLOCK_M], tl.float32)
         acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
 
-        next_block = n
-        if AHEAD:  # block ids of the next tile, so that its loads wait for nothing
-            next_block = tl.load(pages + (kv_start + n) // BS, mask=kv_start + n < kv_end, other=0)
+        # Block ids are looked up a tile ahead, so that no load waits for another.
+        next_block = tl.load(pages + (kv_start + n) // BS, mask=kv_start + n < kv_end, other=0)
         for start in tl.range(kv_start, kv_end, BLOCK_N, num_stages=STAGES):
             key = start + n
             inside = key < kv_end
-            if AHEAD:
-                block = next_block.to(tl.int64)
-                later = key + BLOCK_N
-                next_block = tl.load(pages + later // BS, mask=later < kv_end, other=0)
-            else:
-                block = tl.load(pages + key // BS, mask=inside, other=0).to(tl.int64)
+            block = next_block.to(tl.int64)
+            later = key + BLOCK_N
+            next_block = tl.load(pages + later // BS, mask=later < kv_end, other=0)
             k_rows = block * k_block + (key % BS) * k_slot
             k1 = _load_rows(k_base, k_rows, dims1, inside, D, D1 > D).to(q1.dtype)
             scores = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)

@@ -40,6 +40,7 @@ class DevicePlan(NamedTuple):
     tile_m: int
     gathers: bool
     tile_merges: bool
+    few: bool
     workspace: Workspace
 
 
@@ -63,25 +64,27 @@ def upload_plan(
     parts = (plan.small, plan.tile, plan.tokens, plan.merges)
     words = torch.from_numpy(np.concatenate([part.ravel() for part in parts]))
     if device.type == "cuda":
-        words = words.pin_memory().to(device, non_blocking=True)
+        words = words.to(device, non_blocking=True)  # staged by the driver; pinning costs 0.3 ms
     workspace = make_workspace(plan.num_slots, plan.num_counters, config, value_size, device)
     sizes = [part.size for part in parts]
-    return _view(words, sizes, plan.tile_m, plan.shares, plan.tile_merges, workspace)
+    return _view(words, sizes, plan.tile_m, plan.shares, plan.tile_merges, plan.few, workspace)
 
 
 def _view(
     words: torch.Tensor, sizes: list[int], tile_m: int, gathers: bool, tile_merges: bool,
-    workspace: Workspace,
+    few: bool, workspace: Workspace,
 ) -> DevicePlan:  # fmt: skip
     small, tile, tokens, merges = words.split(sizes)
     return DevicePlan(
         small.view(-1, ITEM_WIDTH), tile.view(-1, ITEM_WIDTH), tokens.view(-1, TOKEN_WIDTH),
-        merges.view(-1, TOKEN_WIDTH), tile_m, gathers, tile_merges, workspace,
+        merges.view(-1, TOKEN_WIDTH), tile_m, gathers, tile_merges, few, workspace,
     )  # fmt: skip
 
 
 class PlanBuffers:
     """Fixed device memory for the decode plans of one batch size, ready for CUDA graphs.
+
+    Plans for it are made with its ``config``: the one given, settled for ``num_rows``.
 
     num_rows: padded batch size, one query token a row. max_tiles: tile items (shared prefixes) per
     plan; 0 for a graph that launches none. Memory: 64 bytes an item, and the workspace unless one
@@ -95,7 +98,7 @@ class PlanBuffers:
         self.num_rows, self.max_tiles = num_rows, max_tiles
         self.device = torch.device(device)
         self.max_small = num_rows + config.slots(config.num_workers)
-        self.config = config
+        self.config = config.for_graph(num_rows)
         self.tile_m = config.tile_sizes[-1]
         self.tile_merges = config.group > SMALL_M  # decoding rows are tiles themselves
         self.max_tokens = max_tiles * max(self.tile_m // config.group, 1)
@@ -121,7 +124,7 @@ class PlanBuffers:
         """The plan in the buffers; its tensors keep their addresses for the buffers' life."""
         return _view(
             self._device_words, self._sizes, self.tile_m, self.max_tiles > 0, self.tile_merges,
-            self.workspace,
+            bool(self.config.few), self.workspace,
         )  # fmt: skip
 
     def fits(self, plan: AttentionPlan) -> bool:

@@ -40,11 +40,14 @@ def plan_config(
     if query.is_cuda:
         processors = torch.cuda.get_device_properties(query.device).multi_processor_count
     head, value = query.shape[2], v_cache.shape[3]
-    sizes = small_sizes(head, value, k_cache.element_size(), query.element_size())
+    many, few = (
+        small_sizes(head, value, k_cache.element_size(), query.element_size(), few).resident
+        for few in (False, True)
+    )
     return PlanConfig(
         num_q_heads=query.shape[1], num_kv_heads=k_cache.shape[1], block_size=k_cache.shape[2],
         causal=causal, sliding_window=sliding_window, chunk=chunk, share=share,
-        num_workers=processors * sizes.resident,
+        num_workers=processors * many, num_few_workers=processors * few,
         num_tile_workers=processors, tile_sizes=tile_rows(head, query.element_size()),
     )  # fmt: skip
 
@@ -113,7 +116,7 @@ def launch(layer: LayerTensors, options: AttentionOptions, plan: DevicePlan) -> 
         sizes = tile_sizes(plan.tile_m, *_kind(layer))
         run_items(layer, options, plan, plan.tile, plan.tile_m, sizes, starts_next=chained)
     if len(plan.small):
-        sizes = small_sizes(*_kind(layer))
+        sizes = small_sizes(*_kind(layer), plan.few)
         run_items(layer, options, plan, plan.small, SMALL_M, sizes, follows=chained)
     if len(plan.merges):
         merge_shared(layer, plan)
@@ -128,8 +131,6 @@ def run_items(
     head_size, value_size, split = q.shape[2], v.shape[3], split_head(q.shape[2])
     shared_values = values_in_keys(k, v)
     launch_options: dict[str, Any] = {"num_warps": sizes.warps}
-    if sizes.registers is not None and q.is_cuda:
-        launch_options["maxnreg"] = sizes.registers
     if follows:
         launch_options["launch_pdl"] = True  # may start before the launch it follows has ended
     kernel: Any = attend_kernel  # a launcher takes plain numbers for constexpr
@@ -154,7 +155,6 @@ def run_items(
         SKIP_MASK=block_m > SMALL_M,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         WIDE=not q.is_cuda, STARTS_NEXT=starts_next, FOLLOWS=follows, MERGE_P=MERGE_P,
-        AHEAD=sizes.ahead,
         **launch_options,
     )  # fmt: skip
 
