@@ -12,7 +12,7 @@ from blocktable.parallel.event_stream import EventSubscriber
 from blocktable.parallel.events import BlockCounter
 
 sys.path.insert(0, str(Path(__file__).parent / "engine"))
-from tiny_models import tiny_model  # noqa: E402
+from tiny_models import tiny_model
 
 OPTIONS = {"num_blocks": 12, "max_model_len": 64, "block_size": 8, "seed": 0}
 
