@@ -152,3 +152,16 @@ def test_bundled_model_equals_transformers_own_loading() -> None:
         assert torch.equal(model.model.rotary_emb.inv_freq, loaded.model.rotary_emb.inv_freq)
     assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
     assert rounded.dtype == torch.bfloat16 and rounded.config.dtype == torch.bfloat16
+
+
+def test_an_unknown_architecture_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "odd.gguf"
+    writer = gguf.GGUFWriter(path, "no-such-model")
+    writer.add_tensor("token_embd.weight", np.zeros((4, 32), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(LoadError, match="no-such-model") as caught:
+        begin(path).finish("float32")
+    assert "\n" not in str(caught.value)

@@ -29,11 +29,16 @@ _HF_TYPES = {
 }  # fmt: skip
 """llama.cpp's architecture names that differ from transformers' model types."""
 
-_UNCHANGED = {"qwen2", "qwen3", "phi3", "starcoder2", "stablelm", "falcon"}
+_UNCHANGED = {"qwen2", "qwen3", "phi3", "starcoder2"}
 _PERMUTED = {"llama", "mistral"}
 _NORM_OFFSET = {"gemma2", "gemma3", "nemotron"}
 
 _KNOWN = _UNCHANGED | _PERMUTED | _NORM_OFFSET
+"""Architectures whose changes are undone here."""
+
+_READ_HERE = _KNOWN | {"qwen2moe", "qwen3moe", "gpt2"}
+"""Those that are read here, with transformers' processors where they need one. The configs of all
+others take more than renaming keys: they load through transformers, slower."""
 
 Tensors = dict[str, "Future[NDArray[np.generic]]"]
 
@@ -53,6 +58,7 @@ class GGUFReading:
         self.tensors: Tensors = {
             name: workers.submit(dequantize, info, to_bfloat16=rounded)
             for name, info in self.file.tensors.items()
+            if self.file.architecture in _READ_HERE
         }
         workers.shutdown(wait=False)
 
@@ -134,6 +140,8 @@ def gguf_model(reading: GGUFReading, dtype: torch.dtype) -> Any:
     """The model with its weights, in ``dtype``, on the CPU; LoadError where tensors are missing."""
     import torch
 
+    if reading.file.architecture not in _READ_HERE:
+        return _read_by_transformers(reading.file, dtype)
     config = gguf_config(reading.file)
     model_class = _model_class(config, reading.file)
     with torch.device("meta"):
@@ -146,6 +154,23 @@ def gguf_model(reading: GGUFReading, dtype: torch.dtype) -> Any:
     if model is None:
         model = _by_transformers(model_class, config, state, dtype)
     _apply_rope_factors(model, reading)
+    return model.eval()
+
+
+def _read_by_transformers(file: GGUFFile, dtype: torch.dtype) -> Any:
+    """transformers' own GGUF loading, with its errors in one line."""
+    from transformers import AutoModelForCausalLM
+
+    from blocktable.engine.loader.hub import one_line
+
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            str(file.path.parent), gguf_file=file.path.name, dtype=dtype, local_files_only=True
+        )
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError, NotImplementedError) as error:
+        raise LoadError(
+            f"{file.path}: architecture {file.architecture!r} cannot be loaded: {one_line(error)}"
+        ) from error
     return model.eval()
 
 
