@@ -174,7 +174,8 @@ class GroupPlanner:
             width = int(self._table.counts[rows].max())
             table = np.zeros((len(lens), width), np.int32)
             table[: len(rows)] = self._table.rows[rows, :width]
-        plan = plan_attention(self.shape.config, starts, lens, table, num_tokens=num_tokens)
+        config = self.shape.config.for_graph(len(lens))  # for the kernel in that graph
+        plan = plan_attention(config, starts, lens, table, num_tokens=num_tokens)
         names = np.zeros(len(lens), np.int32)
         names[: len(rows)] = rows
         for items in (plan.small, plan.tile):
