@@ -89,6 +89,7 @@ struct Level {
 #define BT_LEVEL 512
 namespace avx512 {
 #include "_simd.h"
+#include "_tiles.h"
 #include "_attend.h"
 #include "_write.h"
 #include "_elementwise.h"
@@ -105,6 +106,7 @@ namespace avx512 {
 #define BT_LEVEL 256
 namespace avx2 {
 #include "_simd.h"
+#include "_tiles.h"
 #include "_attend.h"
 #include "_write.h"
 #include "_elementwise.h"
@@ -120,6 +122,7 @@ namespace avx2 {
 #define BT_LEVEL 0
 namespace generic {
 #include "_simd.h"
+#include "_tiles.h"
 #include "_attend.h"
 #include "_write.h"
 #include "_elementwise.h"
