@@ -117,6 +117,8 @@ def serve(
     tensor_parallel_size: Annotated[
         int | None, typer.Option("--tp", help="Ranks that share the model.")
     ] = None,
+    ray: Annotated[bool, typer.Option("--ray", help="Replicas by Ray Serve, one router.")] = False,
+    replicas: Annotated[int, typer.Option(help="How many with --ray.", min=1)] = 3,
     block_size: opt.BlockSize = 16,
     num_blocks: opt.NumBlocks = None,
     max_model_len: opt.MaxModelLen = None,
@@ -141,6 +143,11 @@ def serve(
         enable_prefix_caching=prefix_caching, enable_chunked_prefill=chunked_prefill,
         dtype=dtype, device=device, tensor_parallel_size=tensor_parallel_size,
     )  # fmt: skip
+    if ray:
+        from blocktable.serve.ray_serve import serve_ray
+
+        serve_ray(model, config, engine, replicas=replicas)
+        return
     serve_role(model, role, config, engine, prefill=prefill or (), endpoint=transfer_endpoint)
 
 
