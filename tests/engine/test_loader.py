@@ -39,7 +39,7 @@ def test_a_missing_path_is_one_line(source: str) -> None:
 
 
 def test_an_id_is_not_downloaded() -> None:
-    with pytest.raises(LoadError) as caught:
+    with pytest.raises(LoadError, match="allow_download") as caught:
         begin("some-organisation/some-model-that-is-not-here").finish("float32")
     assert "\n" not in str(caught.value)
 
