@@ -36,8 +36,8 @@ def load_hub(source: str, dtype: torch.dtype, *, allow_download: bool) -> HubMod
     except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
         if isinstance(error, OSError) and local_only and not Path(source).is_dir():
             raise LoadError(
-                f"no model {source} on this machine: it is no path, no bundled name and no id in the "
-                "Hugging Face cache (allow_download=True fetches ids)"
+                f"no model {source} on this machine: it is no path, no bundled name and no id in "
+                "the Hugging Face cache (allow_download=True fetches ids)"
             ) from error
         raise LoadError(f"cannot load {source}: {one_line(error)}") from error
     return HubModel(model.eval(), load_tokenizer(source, local_only=local_only))
