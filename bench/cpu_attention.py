@@ -1,6 +1,6 @@
 """Paged attention on a CPU beside what people use instead, in one run.
 
-    python bench/cpu_attention.py [--quick] [--json FILE]
+    python bench/cpu_attention.py [--quick] [--threads 1 --clock cpu] [--json FILE]
 
 Every round times each contender once, in turn, on the same KV; a ratio is taken within its round,
 so that a machine that slows down slows both. Contenders: contiguous SDPA (queries packed per KV
@@ -118,7 +118,7 @@ def contenders(shape: Shape) -> dict[str, Callable[[], torch.Tensor]]:
     return runs
 
 
-def measure(shape: Shape, seconds: float) -> Row:
+def measure(shape: Shape, seconds: float, clock: Callable[[], float]) -> Row:
     """Rounds of one call each until ``seconds`` are over, at least 5."""
     runs = contenders(shape)
     for run in runs.values():
@@ -127,9 +127,9 @@ def measure(shape: Shape, seconds: float) -> Row:
     end = time.perf_counter() + seconds
     while time.perf_counter() < end or len(times["sdpa"]) < 5:
         for name, run in runs.items():
-            started = time.perf_counter()
+            started = clock()
             run()
-            times[name].append(time.perf_counter() - started)
+            times[name].append(clock() - started)
     ratios = [a / b for a, b in zip(times["sdpa"], times["ours"], strict=True)]
     low, middle, high = statistics.quantiles(ratios, n=4)
     return Row(
@@ -154,15 +154,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="smaller batches, shorter rounds")
     parser.add_argument("--only", type=int, nargs="*", help="indices of the shapes to run")
+    parser.add_argument("--threads", type=int, help="threads of every contender")
+    parser.add_argument(
+        "--clock", choices=("wall", "cpu"), default="wall",
+        help="cpu, with --threads 1: for a machine that others use too",
+    )  # fmt: skip
     parser.add_argument("--json", help="also write the rows to this file")
     options = parser.parse_args()
     torch.set_grad_enabled(False)
+    torch.set_num_threads(options.threads or torch.get_num_threads())
+    clock = time.process_time if options.clock == "cpu" else time.perf_counter
     shapes = [s for s in SHAPES if not options.quick or s.kv_bytes < 300e6]
     if options.only:
         shapes = [SHAPES[i] for i in options.only]
     rows = []
     for shape in shapes:
-        rows.append(measure(shape, 0.5 if options.quick else 3.0))
+        rows.append(measure(shape, 0.5 if options.quick else 3.0, clock))
         print(show(rows[-1]), flush=True)
     if options.json:
         with open(options.json, "w") as file:
