@@ -21,7 +21,19 @@ HERE = Path(__file__).resolve().parent
 def test_under_the_interpreter(file: str) -> None:
     pytest.importorskip("triton")
     run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-v", "-x", "--tb=short", "-p", "no:xdist", file],
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-o",
+            "addopts=",
+            "-v",
+            "-x",
+            "--tb=short",
+            "-p",
+            "no:xdist",
+            file,
+        ],
         cwd=HERE,
         env={**os.environ, "TRITON_INTERPRET": "1"},
         capture_output=True,
