@@ -91,7 +91,7 @@ def theirs(count: int, steps: int) -> list[float]:
 
 def measure(which: str, count: int) -> dict[str, float]:
     """One measurement in this process."""
-    steps = 480 if count <= 256 else 128
+    steps = 480 if count <= 64 else 144 if which != "vllm" else 48
     gc.collect()
     gc.freeze()
     gc.disable()
@@ -125,13 +125,17 @@ def main() -> None:
             row[which] = json.loads(done.stdout.splitlines()[-1])
         print(_line(row), flush=True)
         rows.append(row)
-    if options.json:
-        about = {
-            "date": datetime.date.today().isoformat(), "device": f"CPU, {os.cpu_count()} cores",
-            "python": platform.python_version(), "numpy": np.__version__,
-            "command": "python bench/host_step.py", "unit": "microseconds a step",
-        }  # fmt: skip
-        options.json.write_text(json.dumps(about | {"rows": rows}, indent=1) + "\n")
+        if options.json:
+            _write(options.json, rows)
+
+
+def _write(path: Path, rows: list[dict[str, object]]) -> None:
+    about = {
+        "date": datetime.date.today().isoformat(), "device": f"CPU, {os.cpu_count()} cores",
+        "python": platform.python_version(), "numpy": np.__version__,
+        "command": "python bench/host_step.py", "unit": "microseconds a step",
+    }  # fmt: skip
+    path.write_text(json.dumps(about | {"rows": rows}, indent=1) + "\n")
 
 
 def _line(row: dict) -> str:

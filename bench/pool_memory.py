@@ -1,7 +1,7 @@
 """Host memory of the pool with every block keyed, and the time to build it.
 
-Resident memory is measured in a fresh process for each size: build, take every block in steps of a
-million, key all of them, release all. vLLM's BlockPool beside ours where it can be imported
+Resident memory is measured in a fresh process for each size: build, take every block in steps of
+65,536, key all of them, release all. vLLM's BlockPool beside ours where it can be imported
 (peer_cache.py; 1,000,000 blocks unless --peer-blocks says otherwise).
 
     python bench/pool_memory.py [--json bench/results/pool_memory.json]
@@ -27,7 +27,7 @@ import psutil
 from blocktable.core.pool import BlockPool
 from blocktable.prefix.index import PrefixIndex
 
-STEP = 1_000_000
+STEP = 1 << 16
 
 
 def resident() -> int:
