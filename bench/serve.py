@@ -93,6 +93,11 @@ def drive_seconds(url: str, load: Load) -> float:
     return asyncio.run(drive(url, "smollm2", load))[1]
 
 
+async def loop_cpu() -> float:
+    """CPU seconds of the thread that runs the event loop."""
+    return time.thread_time()
+
+
 def quantile(values: list[float], share: float) -> float:
     """Nearest-rank quantile."""
     ordered = sorted(values)
@@ -189,12 +194,14 @@ def overhead(load: Load, rounds: int = 3) -> None:
     )
     thread.start()
     url = f"http://127.0.0.1:{sock.getsockname()[1]}"
-    alone, served = [], []
+    alone, served, own = [], [], []
     clients = ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
     for _ in range(rounds + 1):
         asked = asyncio.run_coroutine_threadsafe(app.state.bridge.ask(bare), loop)
         alone.append(asked.result())
+        before = asyncio.run_coroutine_threadsafe(loop_cpu(), loop).result()
         served.append(clients.submit(drive_seconds, url, load).result())
+        own.append(asyncio.run_coroutine_threadsafe(loop_cpu(), loop).result() - before)
     share = app.state.recorder.cost_share
     clients.shutdown()
     server.should_exit = True
@@ -203,7 +210,8 @@ def overhead(load: Load, rounds: int = 3) -> None:
     print(
         f"{load.requests} streams of {load.max_tokens} tokens, best of {rounds}: engine alone "
         f"{best:.2f} s, through HTTP with the client on the same cores {reached:.2f} s "
-        f"({reached / best - 1:+.1%}); recording took {share:.2%} of the engine's time"
+        f"({reached / best - 1:+.1%}); the server's own thread used {min(own[1:]):.2f} s of CPU "
+        f"({min(own[1:]) / best:.1%}), recording {share:.2%} of the engine's time"
     )
 
 
