@@ -41,8 +41,8 @@ def main() -> None:
         places = [i + (at - 0.5) * 0.38 for i in range(len(shared))]
         right.bar(places, [row[name] for row in shared], 0.36, color=colour,
                   label="sharing found" if at == 0 else "sharing off")  # fmt: skip
-    right.set_xticks(range(len(shared)), [row["case"].replace(": ", "\n").replace(" shared", "\nshared") for row in shared],
-                     fontsize=8)  # fmt: skip
+    labels = [row["case"].replace(": ", "\n").replace(" shared", "\nshared") for row in shared]
+    right.set_xticks(range(len(shared)), labels, fontsize=8)
     right.set_ylabel("microseconds")
     right.legend(fontsize=8)
     right.set_title("Behind a shared prefix", fontsize=10)
