@@ -124,6 +124,8 @@ def _checked(model: Any, options: EngineOptions) -> EngineOptions:
         raise ConfigError(f"tensor parallelism needs a Hugging Face model, not {model}")
     if options.async_steps:
         raise ConfigError("async_steps cannot be used with tensor_parallel_size > 1")
+    if options.kv_events is not None:
+        raise ConfigError("kv_events cannot be used with tensor_parallel_size > 1")
     return replace(options, async_steps=False, accelerate=False, compile=False, cuda_graphs=False)
 
 

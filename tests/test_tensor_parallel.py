@@ -93,6 +93,7 @@ def test_a_rank_that_cannot_start_is_an_error_of_the_constructor(tmp_path):
         ("smollm2", {}, "needs a Hugging Face model"),
         (object(), {}, "not a model object"),
         ("x", {"async_steps": True}, "async_steps"),
+        ("x", {"kv_events": "tcp://*:5557"}, "kv_events"),
         ("x", {"tensor_parallel_size": 0}, "tensor_parallel_size must be a positive integer"),
     ],
 )
