@@ -1,7 +1,8 @@
 """Every Triton kernel of the package compiles for NVIDIA sm_90 and AMD gfx942, without a GPU.
 
-Modules list their builds in ``COMPILE_CASES`` (`blocktable.device.compile_cases`). They are
-compiled in processes of their own: other tests may have chosen Triton's interpreter.
+Modules list their builds in ``COMPILE_CASES`` (`blocktable.device.compile_cases`), or they stand in
+``triton_cases.py``. They are compiled in processes of their own: other tests may have chosen
+Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 COMPILE = """
-import importlib, sys
+import sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from tests.triton_cases import cases
 
 targets = [GPUTarget("cuda", 90, 32), GPUTarget("hip", "gfx942", 64)]
-module = importlib.import_module(sys.argv[1])
-for case in module.COMPILE_CASES:
+for case in cases(sys.argv[1]):
     types = {**case.signature, **{name: "constexpr" for name in case.constants}}
     signature = {name: types[name] for name in case.kernel.arg_names}
     for target in targets:
