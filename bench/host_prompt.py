@@ -180,7 +180,7 @@ def main() -> None:
     if options.json:
         about = {"date": datetime.date.today().isoformat(),
                  "device": f"CPU, {os.cpu_count()} cores", "python": platform.python_version(),
-                 "numpy": np.__version__, "command": "python bench/host_prompt.py",
+                 "numpy_version": np.__version__, "command": "python bench/host_prompt.py",
                  "targets": TARGETS}  # fmt: skip
         options.json.write_text(json.dumps(about | results, indent=1) + "\n")
 
