@@ -50,6 +50,7 @@ def generate(
     max_num_batched_tokens: opt.MaxBatchedTokens = None,
     prefix_caching: opt.PrefixCaching = True,
     chunked_prefill: opt.ChunkedPrefill = True,
+    draft_tokens: opt.DraftTokens = None,
     dtype: opt.DType = "auto",
     device: opt.Device = None,
 ) -> None:
@@ -66,7 +67,7 @@ def generate(
         block_size=block_size, num_blocks=num_blocks, max_model_len=max_model_len,
         max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens,
         enable_prefix_caching=prefix_caching, enable_chunked_prefill=chunked_prefill,
-        dtype=dtype, device=device,
+        num_draft_tokens=draft_tokens, dtype=dtype, device=device,
     )  # fmt: skip
     run(model, prompts, prompt or [], system, raw, params, engine, json_out)
 

@@ -144,4 +144,6 @@ def run_facts(llm: Any, model: str, outputs: Sequence[RequestOutput], seconds: f
         max_model_len=engine.max_model_len,
         block_bytes=engine.block_bytes,
         preemptions=engine.scheduler.stats.preemptions,
+        drafted_tokens=engine.scheduler.stats.drafted_tokens,
+        accepted_tokens=engine.scheduler.stats.accepted_tokens,
     )

@@ -45,6 +45,10 @@ PrefixCaching = Annotated[
 ChunkedPrefill = Annotated[
     bool, typer.Option(help="Split long prompts over steps.", rich_help_panel=_ENGINE)
 ]
+DraftTokens = Annotated[
+    int | None,
+    typer.Option(help="Guess ahead by n-gram look-up, check in one pass.", rich_help_panel=_ENGINE),
+]
 DType = Annotated[
     str, typer.Option(help="auto, float32, bfloat16 or float16.", rich_help_panel=_ENGINE)
 ]

@@ -41,7 +41,8 @@ class RunMeter:
     def step(self, scheduler: Any, seconds: float) -> None:
         """Account one engine step that took ``seconds``."""
         stats = scheduler.stats
-        now = stats.scheduled_tokens, stats.generated_tokens
+        rejected = stats.drafted_tokens - stats.accepted_tokens
+        now = stats.scheduled_tokens - rejected, stats.generated_tokens
         scheduled, generated = now[0] - self._last[0], now[1] - self._last[1]
         self._last = now
         if scheduled > generated:
@@ -81,6 +82,8 @@ class RunFacts:
     max_model_len: int
     block_bytes: int
     preemptions: int
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 def contiguous_blocks(facts: RunFacts, rows: int) -> int:
@@ -101,7 +104,7 @@ def summary_rows(meter: RunMeter, facts: RunFacts) -> list[tuple[str, str]]:
     contiguous = contiguous_blocks(facts, meter.peak_rows)
     saved = f", {contiguous / meter.peak_used:.0f}x as many" if meter.peak_used else ""
     share = 100 * facts.cached_tokens / max(facts.prompt_tokens, 1)
-    return [
+    rows = [
         ("model", facts.model),
         ("requests", f"{facts.num_requests}, at most {meter.peak_rows} at once"),
         ("prefill", f"{_rate(meter.prefill_tokens, meter.prefill_seconds)} "
@@ -115,9 +118,11 @@ def summary_rows(meter: RunMeter, facts: RunFacts) -> list[tuple[str, str]]:
         ("contiguous buffers", f"{contiguous:,} blocks for the same requests at maximum length "
          f"{facts.max_model_len:,} ({_megabytes(contiguous, facts)}){saved}"),
         ("preemptions", f"{facts.preemptions}"),
+        ("drafts", f"{facts.accepted_tokens:,} of {facts.drafted_tokens:,} guesses accepted"),
         ("whole run", f"{facts.seconds:.1f} s, {facts.generated_tokens:,} tokens generated, "
          f"{_rate(facts.generated_tokens, facts.seconds)}"),
     ]  # fmt: skip
+    return [row for row in rows if row[0] != "drafts" or facts.drafted_tokens]
 
 
 def summary_panel(meter: RunMeter, facts: RunFacts, width: int) -> RenderableType:

@@ -10,6 +10,7 @@ import torch
 from blocktable.attention import paged_attention, write_kv
 from blocktable.core.errors import ConfigError
 from blocktable.core.specs import KVCacheConfig
+from blocktable.engine.drafts import make_proposer
 from blocktable.engine.engine import Engine, ModelLimits
 from blocktable.engine.kv_layout import (
     KVLayout,
@@ -124,10 +125,13 @@ def assemble_engine(
         sink=None if make_sink is None else make_sink(prepared.config),
     )  # fmt: skip
     batched = prepared.max_num_batched_tokens
-    scheduler = Scheduler(_scheduler_config(options, batched, probed), manager)
+    vocab_size = model.config.get_text_config().vocab_size
+    scheduler = Scheduler(
+        _scheduler_config(options, batched, probed), manager,
+        proposer=make_proposer(options, vocab_size),
+    )  # fmt: skip
     runner = make_runner(prepared, manager)
     eos = eos_token_ids(model, tokenizer)
-    vocab_size = model.config.get_text_config().vocab_size
     grammars = GrammarRows(tokenizer, vocab_size, eos) if tokenizer else None
     sampler = Sampler(
         options.max_num_seqs, vocab_size, torch.device(options.device), eos_token_ids=eos,
@@ -197,17 +201,20 @@ def _token_budget(options: EngineOptions, max_model_len: int) -> int:
     return max(options.max_num_batched_tokens, max_model_len)
 
 
-def _scheduler_config(
-    options: EngineOptions, batched: int, probed: ProbeResult
-) -> SchedulerConfig:
+def _scheduler_config(options: EngineOptions, batched: int, probed: ProbeResult) -> SchedulerConfig:
     swap = options.preemption == "swap"
     if swap and probed.mixers.modules:
         raise ConfigError("preemption 'swap' moves blocks alone; this model keeps states too")
+    if options.num_draft_tokens and probed.mixers.modules:
+        raise ConfigError(
+            f"num_draft_tokens must be 0, got {options.num_draft_tokens}: this model keeps states "
+            "that cannot be rolled back to before a rejected token"
+        )
     return SchedulerConfig(
         max_num_seqs=options.max_num_seqs, max_num_batched_tokens=batched,
         policy=options.policy, chunked_prefill=options.enable_chunked_prefill,
         preemption=options.preemption,
-        max_steps_in_flight=options.steps_in_flight,
+        max_steps_in_flight=options.steps_in_flight, num_draft_tokens=options.num_draft_tokens,
     )  # fmt: skip
 
 

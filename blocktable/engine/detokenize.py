@@ -192,6 +192,11 @@ class TextStream:
         self._all = ""
         self.text = ""
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens taken so far; those behind a stop string are not."""
+        return self._num_tokens
+
     def push(self, token_ids: Sequence[int]) -> str | None:
         """Take new tokens; returns the stop string that ends the text, if one does.
 

@@ -20,6 +20,7 @@ import numpy as np
 
 from blocktable.core.errors import RequestError
 from blocktable.engine.detokenize import Detokenizer
+from blocktable.engine.drafts import draws, may_draft, verify
 from blocktable.engine.outputs import RequestOutput, TokenLogprobs
 from blocktable.engine.params import SamplingParams, check_prompt_ids
 from blocktable.engine.sampling import Sampler, SamplerOutput
@@ -161,7 +162,8 @@ class Engine:
             max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
             min_tokens=params.min_tokens, eos_token_id=eos[0] if eos else None,
             stop_token_ids=(*params.stop_token_ids, *more), ignore_eos=params.ignore_eos,
-            n=params.n, priority=priority, salt=salt, arrival=tracked.arrival, params=tracked,
+            n=params.n, priority=priority, salt=salt, drafts=may_draft(params),
+            arrival=tracked.arrival, params=tracked,
         )  # fmt: skip
 
     # --- steps ---
@@ -193,8 +195,8 @@ class Engine:
             logits = self.runner.execute(output)
             sampled = tokens = None
             if logits is not None:
-                positions = output.seq_lens[output.sample_index].astype(np.int64)
-                sampled = self.sampler.sample(logits, output.sample_rows, positions)
+                rows, positions = draws(output)
+                sampled = self.sampler.sample(logits, rows, positions)
                 tokens = self.runner.download(sampled.token_ids)
                 if self._depth > 1:
                     self.runner.remember(output.sample_rows, sampled.token_ids)
@@ -232,22 +234,31 @@ class Engine:
         tokens = _NO_TOKENS if launched.tokens is None else launched.tokens()
         if sampled is not None and sampled.logprobs is not None:
             logprobs = logprobs_by_line(sampled.logprobs, tokens, self.detokenizer)
-        result = self.scheduler.update(launched.output, tokens)
+        first = None
+        if launched.output.num_drafts is None:
+            result = self.scheduler.update(launched.output, tokens)
+        else:
+            verdict = verify(launched.output, tokens, self.manager.tokens)
+            first = verdict.first_line
+            result = self.scheduler.update(launched.output, verdict.token_ids, verdict.counts)
         late = () if launched.requests is None else _late(launched.requests, result)
-        return self._hand_out(result, logprobs, late)
+        return self._hand_out(result, logprobs, late, first)
 
     def _hand_out(
         self,
         result: StepResult,
         logprobs: dict[int, TokenLogprobs] | None,
         late: Iterable[tuple[int, Request]],
+        first_line: np.ndarray | None = None,
     ) -> list[RequestOutput]:
-        """Give a step's tokens to their completions and report what changed."""
+        """Give a step's tokens to their completions and report what changed. With drafts
+        ``first_line`` says where each sampled row's lines begin."""
         touched: dict[str, Tracked] = {}
         stopped: list[str] = []
         token_ids, start = result.token_ids.tolist(), 0
         gains: list[tuple[int, Request, list[int]]] = []
-        columns = (result.index.tolist(), result.requests.tolist(), result.counts.tolist())
+        index = result.index if first_line is None else first_line[result.index]
+        columns = (index.tolist(), result.requests.tolist(), result.counts.tolist())
         for line, request, count in zip(*columns, strict=True):
             gains.append((line, request, token_ids[start : start + count]))
             start += count
@@ -258,10 +269,12 @@ class Engine:
         for line, request, new in gains:
             tracked: Tracked = request.params
             completion = tracked.start(request.index, self.detokenizer, request)
-            if logprobs is not None and line in logprobs:
-                _add_logprobs(completion, logprobs[line])
+            known = len(completion.output.token_ids)
             if self._grow(tracked, completion, request, new):
                 stopped.append(request.request_id)
+            if logprobs is not None and line in logprobs:
+                for k in range(len(completion.output.token_ids) - known):
+                    _add_logprobs(completion, logprobs[line + k])
             if tracked.streaming or completion.output.finish_reason is not None:
                 touched[tracked.request_id] = tracked
         for request in result.finished:
@@ -284,6 +297,7 @@ class Engine:
             stop = stream.push(self._visible(tracked, completion, request))
             output.text = stream.text
             if stop is not None:
+                del output.token_ids[stream.num_tokens :]  # accepted drafts behind it
                 if request.finish_reason is None:
                     output.finish_reason, output.stop_reason = "stop", stop
                     return True

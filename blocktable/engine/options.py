@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from blocktable.core.errors import ConfigError
+from blocktable.sched.draft import DraftProposer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +43,13 @@ class EngineOptions:
         tensor_parallel_size: ranks that share the model, each with its part of the heads. They are
             started as processes of this machine, or by torchrun.
         rank_timeout: seconds after which a silent rank ends the engine with an error.
+        num_draft_tokens: most tokens guessed ahead for a request in a step and checked in one
+            forward pass; 0 guesses none. The output is the same with any number. Schedules one
+            step at a time, and needs a model without states of its own.
+        draft_ngram_min, draft_ngram_max: how many of a request's last tokens are looked up in its
+            text, to guess that it goes on as it did there.
+        proposer: guesses instead of that look-up (a draft model, say): a
+            :class:`~blocktable.sched.draft.DraftProposer`.
         kv_events: endpoint where cache events are published, as tcp://*:5557.
         kv_events_replay: endpoint where missed events can be asked for.
     """
@@ -68,6 +76,10 @@ class EngineOptions:
     gpu_memory_utilization: float = 0.9
     tensor_parallel_size: int = 1
     rank_timeout: float = 60.0
+    num_draft_tokens: int = 0
+    draft_ngram_min: int = 2
+    draft_ngram_max: int = 4
+    proposer: DraftProposer | None = None
     kv_events: str | None = None
     kv_events_replay: str | None = None
 
@@ -87,7 +99,21 @@ class EngineOptions:
             )
         if not (self.device == "cpu" or self.device.split(":")[0] == "cuda"):
             raise ConfigError(f"device must be cpu or cuda, got {self.device!r}")
+        self._check_drafts()
 
+    def _check_drafts(self) -> None:
+        count = self.num_draft_tokens
+        if isinstance(count, bool) or not isinstance(count, int) or count < 0:
+            raise ConfigError(f"num_draft_tokens must be an integer >= 0, got {count!r}")
+        if self.proposer is not None and not count:
+            raise ConfigError("a proposer needs num_draft_tokens >= 1, got 0")
+        if count and self.async_steps:
+            raise ConfigError(f"num_draft_tokens {count} and async_steps exclude each other")
+        if count and self.tensor_parallel_size > 1:
+            raise ConfigError(
+                f"num_draft_tokens {count} cannot be used with tensor_parallel_size "
+                f"{self.tensor_parallel_size}"
+            )
 
     @property
     def on_gpu(self) -> bool:
@@ -97,7 +123,8 @@ class EngineOptions:
     @property
     def steps_in_flight(self) -> int:
         """Steps that may be launched before the first of them is collected."""
-        return 2 if (self.on_gpu if self.async_steps is None else self.async_steps) else 1
+        wanted = self.on_gpu and not self.num_draft_tokens
+        return 2 if (wanted if self.async_steps is None else self.async_steps) else 1
 
 
 def _positive(name: str, value: Any) -> None:

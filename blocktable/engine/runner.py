@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from blocktable.core.geometry import SlotGeometry
 from blocktable.core.specs import AttentionSpec, KVCacheConfig
 from blocktable.engine.attention_glue import AttentionSwitch, GroupStep, PagedStep
+from blocktable.engine.drafts import draw_lines
 from blocktable.engine.kv_layout import KVLayout
 from blocktable.engine.kv_memory import KVMemory
 from blocktable.engine.probe import ProbeResult
@@ -42,7 +43,7 @@ class StepInputs(NamedTuple):
     token_rows: NDArray[np.int32]  # [T] row of each token
     query_start_loc: NDArray[np.int32]  # [n + 1]
     seq_lens: NDArray[np.int32]  # [n]
-    logits_at: NDArray[np.int64]  # [m] token whose logits sampled row j draws from
+    logits_at: NDArray[np.int64]  # [lines] tokens whose logits are drawn from (see DrawLines)
 
 
 def build_inputs(output: SchedulerOutput, tokens: NDArray[np.int32]) -> StepInputs:
@@ -52,8 +53,11 @@ def build_inputs(output: SchedulerOutput, tokens: NDArray[np.int32]) -> StepInpu
     shift = output.num_computed.astype(np.int64) - start[:-1]
     positions = np.arange(output.num_total, dtype=np.int64) + np.repeat(shift, counts)
     ids = tokens[token_rows, positions].astype(np.int64)
-    last = start[1:].astype(np.int64)[output.sample_index] - 1
-    return StepInputs(ids, positions, token_rows, start, output.seq_lens, last)
+    logits_at = start[1:].astype(np.int64)[output.sample_index] - 1
+    if output.num_drafts is not None:
+        lines = draw_lines(output, output.num_drafts)
+        logits_at = logits_at[lines.owner] - lines.drafts[lines.owner] + lines.offset
+    return StepInputs(ids, positions, token_rows, start, output.seq_lens, logits_at)
 
 
 class ModelRunner:
@@ -96,7 +100,8 @@ class ModelRunner:
     @torch.inference_mode()
     def execute(self, output: SchedulerOutput) -> torch.Tensor | None:
         """Move the step's blocks and run it. Returns logits [m, V], one line for each of
-        ``output.sample_rows``, or None if nothing is sampled. Does not wait for a GPU."""
+        ``output.sample_rows`` (with drafts one for each of ``draw_lines``), or None if nothing is
+        sampled. Does not wait for a GPU."""
         self.memory.swap_out(output.swap_out)
         self.memory.swap_in(output.swap_in)
         self.memory.copy(output.copies)

@@ -41,7 +41,8 @@ class Request:
 
     ``max_tokens`` limits each continuation; a token of ``stop_token_ids`` (or ``eos_token_id``
     unless ``ignore_eos``) ends it, but not before ``min_tokens`` were generated. Lower
-    ``priority`` runs first under the priority policy. ``salt``, ``adapter`` and ``media`` enter
+    ``priority`` runs first under the priority policy. ``drafts`` False: it is never given draft
+    tokens. ``salt``, ``adapter`` and ``media`` enter
     the prefix key as ``KVCacheManager.root_key`` says. ``arrival`` is in seconds of the
     scheduler's clock; ``params`` is carried for the engine and never read here.
     Raises RequestError for an empty prompt, a token id outside int32, or a negative limit.
@@ -59,6 +60,7 @@ class Request:
     salt: str | None = None
     adapter: Any = None
     media: Any = None
+    drafts: bool = True
     arrival: float = field(default_factory=time.monotonic)
     params: Any = None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from blocktable.core.errors import BlockStateError, OutOfBlocks
 from blocktable.core.types import Counts, RowIds
@@ -42,7 +43,9 @@ def schedule_running(state: SchedulerState, proposer: DraftProposer | None) -> B
     rows = state.order
     if not len(rows):
         return EMPTY_BATCH
-    if state.steady and _still_steady(state) and proposer is None:
+    if proposer is not None:  # any row may compute more than one token
+        state.steady = False
+    elif state.steady and _still_steady(state):
         computed = state.manager.num_computed[rows]
         new = state.ones[: len(rows)]
         batch = Batch(rows, computed, new, None, _NONE)
@@ -76,14 +79,8 @@ def _wanted(state: SchedulerState, proposer: DraftProposer | None) -> Batch:
         new = np.minimum(new, config.max_prefill_chunk)
     drafts, tokens = None, _NONE
     if proposer is not None:
-        ready = (new == 1) & (pending == 0)
-        if state.forking:  # children draw their first tokens from these rows, and no drafts
-            ready &= ~np.isin(rows, list(state.forking))
-        most = np.where(
-            ready, np.minimum(config.num_draft_tokens, state.limit[rows] - known - 1), 0
-        )
-        drafts, tokens = proposer.propose(rows, manager.tokens, known, most.astype(np.int32))
-        drafts = np.minimum(drafts, most)
+        ready = (target - computed == 1) & (new == 1) & (pending == 0)
+        drafts, tokens = _propose(state, proposer, rows, known, ready)
     total = new if drafts is None else new + drafts
     before = np.cumsum(total) - total
     room = np.clip(config.max_num_batched_tokens - before, 0, None)
@@ -98,6 +95,20 @@ def _wanted(state: SchedulerState, proposer: DraftProposer | None) -> Batch:
     if drafts is not None and not drafts.any():
         drafts = None
     return Batch(rows, computed, new, drafts, tokens)
+
+
+def _propose(
+    state: SchedulerState, proposer: DraftProposer, rows: RowIds, known: Counts,
+    ready: NDArray[np.bool_],
+) -> tuple[Counts, Counts]:  # fmt: skip
+    """Drafts of the ``ready`` rows, fewer where a request could not take them all."""
+    ready &= state.may_draft[rows]
+    if state.forking:  # children draw their first tokens from these rows, and no drafts
+        ready &= ~np.isin(rows, list(state.forking))
+    room = np.minimum(state.config.num_draft_tokens, state.limit[rows] - known - 1)
+    most = np.where(ready, room, 0).astype(np.int32)
+    drafts, tokens = proposer.propose(rows, state.manager.tokens, known, most)
+    return _cut_drafts(drafts, tokens, np.minimum(drafts, most))
 
 
 def _cut_drafts(have: Counts, tokens: Counts, keep: Counts) -> tuple[Counts, Counts]:

@@ -44,7 +44,7 @@ class SchedulerState:
 
     ``limit``: tokens at which the request ends by length. ``floor``: tokens below which a stop id
     does not end it. ``pending``: tokens that steps in flight sample for it. ``stops`` int32
-    [rows, K]: ids that end it, padded with -1.
+    [rows, K]: ids that end it, padded with -1. ``may_draft``: ``Request.drafts``.
 
     ``steady`` says that every running row needs exactly one token next time; ``left`` is then the
     smallest number of tokens any of them may still gain. Whatever changes who runs unsets it.
@@ -70,6 +70,7 @@ class SchedulerState:
         self.prompt = np.zeros(rows, np.int32)
         self.pending = np.zeros(rows, np.int32)
         self.stops = np.full((rows, 1), -1, np.int32)
+        self.may_draft = np.zeros(rows, np.bool_)
         self.last_at = np.full(rows, np.nan)
         self.free_rows = list(range(rows - 1, -1, -1))
         self.forking: set[int] = set()
@@ -109,6 +110,7 @@ class SchedulerState:
         self.limit[row] = min(request.num_prompt_tokens + request.max_tokens, self.capacity)
         self.floor[row] = request.num_prompt_tokens + request.min_tokens
         self.pending[row] = 0
+        self.may_draft[row] = request.drafts
         self.last_at[row] = request.last_token_at
         self._set_stops(row, request.stop_set)
         if request.n > 1 and not request.forked:

@@ -72,6 +72,11 @@ class SchedulerStats:
         """hit_tokens / query_tokens; 0 before the first admission."""
         return self.hit_tokens / self.query_tokens if self.query_tokens else 0.0
 
+    @property
+    def acceptance_rate(self) -> float:
+        """accepted_tokens / drafted_tokens; 0 before the first draft."""
+        return self.accepted_tokens / self.drafted_tokens if self.drafted_tokens else 0.0
+
 
 @dataclass(frozen=True, slots=True)
 class Load:

@@ -127,6 +127,8 @@ class _Reader(Collector):
             ("vllm:prefix_cache_queries", "Prompt tokens looked up", stats.query_tokens),
             ("vllm:prefix_cache_hits", "Prompt tokens found", stats.hit_tokens),
             ("vllm:num_preemptions", "Requests that lost their row", stats.preemptions),
+            ("vllm:spec_decode_num_draft_tokens", "Tokens guessed ahead", stats.drafted_tokens),
+            ("vllm:spec_decode_num_accepted_tokens", "Guesses kept", stats.accepted_tokens),
             ("vllm:prompt_tokens", "Prompt tokens of ended requests", self._own.prompt_tokens),
             ("vllm:prompt_tokens_cached", "Of them from the cache", self._own.cached_tokens),
             ("vllm:generation_tokens", "Tokens generated", stats.generated_tokens),
