@@ -54,9 +54,7 @@ class LeadingRunner:
     Raises RankError when a rank died, diverged or stayed silent; the engine is of no more use then.
     """
 
-    def __init__(
-        self, runner: ModelRunner, writer: StepWriter, channel: DriverChannel
-    ) -> None:
+    def __init__(self, runner: ModelRunner, writer: StepWriter, channel: DriverChannel) -> None:
         self._runner, self._writer, self._channel = runner, writer, channel
         self._released: list[np.ndarray] = []
 

@@ -22,7 +22,9 @@ ALLOWED: dict[str, set[str]] = {
     "parallel": {"core", "device", "attention"},
     "transfer": {"core", "device", "attention", "parallel"},
     "check": {"core", "prefix", "groups", "manager", "sched", "device", "attention", "engine"},
-    "sim": {"core", "prefix", "groups", "manager", "sched", "device", "attention", "engine", "check"},
+    "sim": {
+        "core", "prefix", "groups", "manager", "sched", "device", "attention", "engine", "check",
+    },
     "plan": {"core", "prefix", "groups", "manager", "sched", "device", "attention", "engine"},
 }
 FREE = {
@@ -44,7 +46,7 @@ def imported_layers(path: Path) -> set[str]:
         elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
             names |= {f"{node.module}.{alias.name}" for alias in node.names} | {node.module}
     inner = [name.split(".")[1] for name in names if name.startswith("blocktable.")]
-    return {name for name in inner if (PACKAGE / name).is_dir() or (PACKAGE / f"{name}.py").exists()}
+    return {n for n in inner if (PACKAGE / n).is_dir() or (PACKAGE / f"{n}.py").exists()}
 
 
 FILES = sorted(p for p in PACKAGE.rglob("*.py") if layer_of(p) not in FREE)

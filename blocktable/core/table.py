@@ -199,7 +199,9 @@ class HostTable:
     def clear(self, rows: ArrayLike | None = None) -> None:
         """Empty the rows (all of them by default): null entries, count 0."""
         self._rearranged = True
-        every = np.arange(self.max_rows) if rows is None else self._check_rows(rows)
+        every: RowIds = (
+            np.arange(self.max_rows, dtype=np.int32) if rows is None else self._check_rows(rows)
+        )
         counts = self.counts[every]
         width = int(counts.max(initial=0))
         if len(every) * width <= 4 * int(counts.sum()):  # rows of like length: one memset

@@ -105,8 +105,6 @@ def logprobs_by_line(
     for j, line in enumerate(batch.batch_index.tolist()):
         token = int(token_ids[line])
         count = int(batch.num_top[j])
-        top = [
-            Logprob(ids[j][k], values[j][k], k + 1, text(ids[j][k])) for k in range(count)
-        ]
+        top = [Logprob(ids[j][k], values[j][k], k + 1, text(ids[j][k])) for k in range(count)]
         found[line] = TokenLogprobs(Logprob(token, chosen[j], ranks[j], text(token)), top)
     return found

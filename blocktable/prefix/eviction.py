@@ -26,7 +26,7 @@ POLICIES = ("lru", "reuse")
 HIT_CLASSES = np.array([1, 2])  # hits from which a block belongs to class 1, 2
 SPENT = len(HIT_CLASSES) + 1  # the class of old copies
 BINS, GROWTH = 24, 1.35  # ages are binned geometrically up to 25 times the pool
-DECAY = .98  # of what was learnt, at each re-ranking
+DECAY = 0.98  # of what was learnt, at each re-ranking
 GHOSTS = 4  # remembered evictions, times the pool
 RUN = 64  # blocks given up between two comparisons of the classes
 
