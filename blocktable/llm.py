@@ -119,6 +119,28 @@ class LLM:
             while self.engine.has_unfinished:
                 self.engine.step()
 
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        beam_width: int,
+        max_tokens: int,
+        length_penalty: float = 1.0,
+        *,
+        ignore_eos: bool = False,
+    ) -> list[RequestOutput]:
+        """The ``beam_width`` best continuations found for each prompt, best first.
+
+        They are ordered by log probability over ``length ** length_penalty``; each ends with the
+        model's end of sequence (included in ``token_ids``) or after ``max_tokens``. Beams share
+        their common blocks. Raises RequestError for values that cannot work, a pool too small for
+        the beams of one prompt, or while other requests are unfinished.
+        """
+        from blocktable.engine.beam import BeamOptions, BeamSearch
+
+        options = BeamOptions(beam_width, max_tokens, length_penalty, ignore_eos)
+        search = BeamSearch(self.engine, options)
+        return search.run([_plain(prompt) for prompt in _as_list(prompts)])
+
     def chat(
         self, messages: Sequence[Message] | Sequence[Sequence[Message]], params: Params = None
     ) -> list[RequestOutput]:

@@ -197,16 +197,19 @@ def test_tokens_of_a_wrong_shape_change_nothing() -> None:
         world.scheduler.update(output, *world.sampled)
 
 
-@pytest.mark.parametrize("drafts", [1, 3, 6])
-def test_drafts_change_no_token_and_leave_no_key(drafts: int) -> None:
-    world = World(60, 4, vocabulary=4, num_draft_tokens=drafts)
+@pytest.mark.parametrize(("drafts", "chunk"), [(1, 0), (3, 0), (6, 0), (3, 1)])
+def test_drafts_change_no_token_and_leave_no_key(drafts: int, chunk: int) -> None:
+    world = World(60, 4, vocabulary=4, num_draft_tokens=drafts, max_prefill_chunk=chunk)
     requests = [world.add(f"r{i}", 9 + i, max_tokens=40) for i in range(4)]
     world.run()
     for request in requests:
         assert request.output_token_ids.tolist() == world.alone(request)
     stats = world.scheduler.stats
     assert 0 < stats.accepted_tokens <= stats.drafted_tokens
-    assert len(world.outputs) < 40, "fewer steps than tokens"
+    assert len(world.outputs) < 40 + 13 * chunk, "fewer steps than tokens"
+    for output in world.outputs:
+        if output.num_drafts is not None:
+            assert set(np.flatnonzero(output.num_drafts)) <= set(output.sample_index.tolist())
     assert world.free == 60
 
 

@@ -80,6 +80,7 @@ class World:
     def schedule(self) -> SchedulerOutput:
         """Decide a step and let the device run it."""
         output = self.scheduler.schedule()
+        assert output.num_total == output.num_scheduled.sum()
         self.outputs.append(output)
         self.sampled = self.device.run(output, self.scheduler.requests)
         return output
