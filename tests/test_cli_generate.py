@@ -134,3 +134,16 @@ def test_the_map_shows_owners_shared_cached_and_free():
     assert after.count(OWNED) == after.count(SHARED) == 0
     assert after.count(CACHED) + after.count(FREE) == 79
     assert "▒ cached, free to take" in legend(after).plain
+
+
+def test_drafts_change_no_answer_and_are_summed_up(capsys):
+    asked = ["generate", "tiny", "-p", "abcabcabcabc abcabc", "--raw", "--max-tokens", "30"]
+    shown = []
+    for more in ([], ["--draft-tokens", "3"]):
+        assert run([*asked, "--ignore-eos", *more]) == 0
+        shown.append(capsys.readouterr().out)
+    plain, drafting = shown
+    assert "guesses accepted" in drafting and "guesses accepted" not in plain
+    assert plain.split("\n\n")[0] == drafting.split("\n\n")[0]
+    assert run([*asked, "--draft-tokens", "-1"]) == 2
+    assert "num_draft_tokens must be an integer >= 0" in capsys.readouterr().err

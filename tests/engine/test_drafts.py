@@ -6,7 +6,7 @@ and from one that is always wrong. The invariants are recounted after every step
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -16,12 +16,13 @@ from test_equal_tokens import check_everything_returned, prompts
 from tiny_models import VOCAB, tiny_model
 
 from blocktable import LLM, SamplingParams
-from blocktable.attention import paged_attention, write_kv
+from blocktable.attention import cpu, paged_attention, write_kv
 from blocktable.core.errors import ConfigError
 from blocktable.core.invariants import check
 from blocktable.core.types import Counts, RowIds, TokenIds
-from blocktable.engine.build import build_engine
+from blocktable.engine.build import assemble_engine, build_engine, prepare_engine
 from blocktable.engine.engine import Engine
+from blocktable.engine.gpu.runner import GraphRunner
 from blocktable.engine.kv_layout import plan_layout
 from blocktable.engine.loader import LoadedModel
 from blocktable.engine.options import EngineOptions
@@ -234,10 +235,10 @@ def test_stop_strings_in_the_middle_of_accepted_tokens() -> None:
         dtype="float32", num_draft_tokens=5, accelerate=False,
     )  # fmt: skip
     asked = [plain.encode(text) for text in REPEATS]
-    base = GREEDY.replace(max_tokens=20)
+    base = GREEDY.replace(max_tokens=14)
     kinds = [
-        base, base.replace(stop=["three, one", "a + b\n", "C D. A"], logprobs=1),
-        base.replace(stop=[" two"], min_tokens=7), DRAWN.replace(temperature=0.3, n=2),
+        base.replace(stop=["three, one", "a + b\n", "C D. A"], logprobs=1),
+        base.replace(stop=[" two"], min_tokens=7), DRAWN.replace(temperature=0.3, max_tokens=8),
         base.replace(stop=["B C"], include_stop_str_in_output=True, max_tokens=5),
     ]  # fmt: skip
     for params in kinds:
@@ -247,14 +248,80 @@ def test_stop_strings_in_the_middle_of_accepted_tokens() -> None:
             for one, other in zip(ours.outputs, theirs.outputs, strict=True):
                 assert one.text == other.text
                 assert one.logprobs is None or len(one.logprobs) == len(one.token_ids)
-        streamed = {o.request_id: o for o in drafting.stream(asked, params)}
-        assert answers(list(streamed.values())) == answers(expected)
-    assert any(
-        c.finish_reason == "stop" for o in plain.generate(asked, kinds[1]) for c in o.outputs
-    )
+        if len(params.stop_strings) > 1:
+            streamed = {o.request_id: o for o in drafting.stream(asked, params)}
+            assert answers([streamed[str(i)] for i in range(len(asked))]) == answers(expected)
+            assert any(c.finish_reason == "stop" for o in expected for c in o.outputs)
     stats = drafting.stats()["scheduler"]
     assert stats.acceptance_rate > 0.25
     check_everything_returned(drafting.engine)
+
+
+class DraftModel:
+    """The hook as a user would fill it: a model that continues each row greedily."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    @torch.inference_mode()
+    def propose(
+        self, rows: RowIds, tokens: TokenIds, num_tokens: Counts, max_drafts: Counts
+    ) -> Drafts:
+        made: list[int] = []
+        for row, known, most in zip(rows, num_tokens, max_drafts, strict=True):
+            text = tokens[row, :known].tolist()
+            for _ in range(most):
+                logits = self.model(torch.tensor([text]), use_cache=False).logits
+                text.append(int(logits[0, -1].argmax()))
+            made += text[known:]
+        return Drafts(max_drafts, np.array(made, np.int32))
+
+
+@pytest.mark.parametrize("params", [GREEDY, DRAWN])
+def test_a_draft_model(llama: Model, params: SamplingParams) -> None:
+    asked = prompts()[:4]
+    expected = answers(serve(make(llama), params, asked))
+    for draft_model in (tiny_model("llama", seed=4), tiny_model("qwen2", seed=5)):
+        engine = make(llama, num_draft_tokens=2, proposer=DraftModel(draft_model))
+        assert answers(serve(engine, params, asked)) == expected
+        if params is GREEDY and draft_model.config.model_type == "llama":
+            assert engine.scheduler.stats.acceptance_rate == 1.0
+
+
+def test_the_gpu_runner_launches_steps_with_drafts(llama: Model) -> None:
+    """On a CPU, with a stand-in for its attention: inputs, tables and the lines of the logits."""
+    plain = serve(make(llama), GREEDY, prompts())
+    steps: list[SchedulerOutput] = []
+
+    def attend(query: Any, k: Any, v: Any, table: Any, starts: Any, lens: Any, **rest: Any) -> Any:
+        kept = {name: rest[name] for name in rest if name not in ("plan", "out")}
+        count, rows = int(starts[-1]), torch.from_numpy(steps[-1].rows).long()
+        made: Any = cpu.paged_attention(query[:count], k, v, table[rows], starts, lens, **kept)
+        out = torch.zeros(*query.shape[:2], v.shape[-1])  # a single token is padded to two
+        out[:count] = made
+        return rest["out"].copy_(out) if rest.get("out") is not None else out
+
+    for proposer in (Told(texts(plain)), Wrong(texts(plain))):
+        engine = with_gpu_runner(llama, proposer, attend)
+        engine.on_schedule = steps.append
+        assert answers(serve(engine, GREEDY, prompts())) == answers(plain)
+        assert engine.scheduler.stats.drafted_tokens > 0
+
+
+def with_gpu_runner(model: Model, proposer: Told, attend: Callable[..., Any]) -> Engine:
+    options = EngineOptions(
+        dtype="float32", accelerate=False, max_model_len=56, max_num_seqs=8, block_size=4,
+        num_blocks=120, num_draft_tokens=3, proposer=proposer,
+    )  # fmt: skip
+    loaded = LoadedModel(model[0], None, "tiny", owned=False)
+    prepared = prepare_engine(loaded, options, probed=model[1])
+    parts = (*model, prepared.layout, prepared.config)
+    limits = {"max_num_seqs": 8, "max_num_batched_tokens": 2048, "compile": False}
+
+    def wrap(inner: Any) -> GraphRunner:
+        return GraphRunner(*parts, inner.manager, attend=attend, write=cpu.write_kv, **limits)
+
+    return assemble_engine(prepared, wrap=wrap)
 
 
 def test_refusals(llama: Model) -> None:
