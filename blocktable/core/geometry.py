@@ -42,8 +42,9 @@ class SlotGeometry:
 
     def __post_init__(self) -> None:
         for name in ("block_size", "kernel_size", "cp_world", "cp_interleave"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be positive, got {getattr(self, name)}")
+            value = getattr(self, name)
+            if not hasattr(value, "__index__") or value < 1:
+                raise ConfigError(f"{name} must be a positive integer, got {value!r}")
         if self.block_size % self.kernel_size:
             raise ConfigError(
                 f"kernel block size {self.kernel_size} does not divide "

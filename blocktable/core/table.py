@@ -16,7 +16,7 @@ rows costs a row copy on the device, never an upload. The record is bounded by t
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -58,6 +58,15 @@ class TableDelta(NamedTuple):
         return int((self.write_stop - self.write_start).sum())
 
 
+def whole_numbers(what: str, values: ArrayLike) -> NDArray[Any]:
+    """``values`` as int64 [n], an empty list too; RowError where they are no integers (a row 1.5
+    or "1" would become another row). The array itself where it is int64 already."""
+    found = np.atleast_1d(np.asarray(values))
+    if found.dtype.kind not in "iu" and found.size:
+        raise RowError(f"{what} must be integers, got {found.flat[0]!r}")
+    return found.astype(np.int64, copy=False)
+
+
 class HostTable:
     """Rows of block ids with bulk operations over arrays of rows.
 
@@ -90,8 +99,8 @@ class HostTable:
 
     def _check_rows(self, rows: ArrayLike) -> RowIds:
         found = np.atleast_1d(np.asarray(rows))
-        if found.dtype.kind not in "iu" and found.size:
-            raise RowError(f"row numbers must be integers, got {found.dtype}")
+        if found.dtype.kind not in "iu":
+            found = whole_numbers("row numbers", found)
         if found.size and (found.min() < 0 or found.max() >= self.max_rows):
             bad = found[(found < 0) | (found >= self.max_rows)][0]
             raise RowError(f"row {bad} is outside a table of {self.max_rows} rows")
@@ -156,14 +165,14 @@ class HostTable:
 
     def set(self, rows: ArrayLike, num_blocks: ArrayLike, block_ids: ArrayLike) -> None:
         """Replace the rows' contents (an earlier occupant's entries do not survive)."""
-        rows = self._check_rows(rows)
+        rows, ids = self._check_rows(rows), np.asarray(block_ids, np.int32).reshape(-1)
         shares = np.broadcast_to(np.asarray(num_blocks, np.int64), rows.shape)
         if shares.size and shares.max() > self.max_blocks_per_row:
             raise self._overflow(rows, shares)
-        if int(shares.sum()) != np.size(block_ids) or (shares.size and shares.min() < 0):
-            raise RowError(f"{np.size(block_ids)} block ids cannot be shared out as {shares}")
+        if int(shares.sum()) != len(ids) or (shares.size and shares.min() < 0):
+            raise RowError(f"{len(ids)} block ids cannot be shared out as {shares}")
         self.clear(rows)
-        self.append(rows, shares, block_ids)
+        self.append(rows, shares, ids)
 
     def write(self, rows: RowIds, columns: NDArray, block_ids: ArrayLike) -> None:
         """Replace single entries below the rows' counts (copy-on-write); rows may repeat."""
@@ -186,9 +195,11 @@ class HostTable:
         """Cut each row to at most ``num_blocks`` entries; the rest become null."""
         rows = self._check_rows(rows)
         self._rearranged = True
-        keep = np.broadcast_to(np.asarray(num_blocks, np.int32), rows.shape)
-        if keep.size and keep.min() < 0:
-            raise RowError(f"a row cannot hold {keep.min()} blocks")
+        wanted = np.asarray(num_blocks)
+        if wanted.size and (wanted.dtype.kind not in "iu" or wanted.min() < 0):
+            raise RowError(f"rows cannot be cut to {wanted.tolist()} blocks")
+        most = np.minimum(wanted, self.max_blocks_per_row).astype(np.int32)
+        keep = np.broadcast_to(most, rows.shape)
         shorter = keep < self.counts[rows]
         rows, keep = rows[shorter], keep[shorter]
         self._fill_null(rows, keep, self.counts[rows])
@@ -275,8 +286,9 @@ class HostTable:
         self._touch(gone)
 
     def swap(self, a: int, b: int) -> None:
-        """Exchange two rows, counts and all."""
-        pair = np.array([a]) if a == b else np.array([a, b])
+        """Exchange two rows, counts and all; a row with itself changes nothing."""
+        pair = np.concatenate([self._check_rows(a), self._check_rows(b)])
+        pair = pair[:1] if a == b else pair
         self.move_rows(pair, pair[::-1])
 
     # -- upload ---------------------------------------------------------------------------------

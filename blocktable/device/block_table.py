@@ -16,7 +16,7 @@ from blocktable.core.errors import RowError
 from blocktable.core.geometry import SlotGeometry
 from blocktable.core.table import HostTable
 from blocktable.device.gather import RowGather
-from blocktable.device.group_table import BlockTable, PreparedRows, own_rows
+from blocktable.device.group_table import BlockTable, PreparedRows, exchange, own_rows
 from blocktable.device.row_sources import SplitRows
 from blocktable.device.slot_mapping import SlotMapper
 from blocktable.device.upload import CommitStats, DeviceTables
@@ -137,7 +137,8 @@ class MultiGroupBlockTable:
 
     def append_row(self, block_ids: Sequence[ArrayLike], row: int) -> None:
         """`BlockTable.append_row` in each group."""
-        self.append_rows([row], [[np.size(ids)] for ids in self._each(block_ids)], block_ids)
+        shares = [[np.asarray(ids).size] for ids in self._each(block_ids)]
+        self.append_rows([row], shares, block_ids)
 
     def append_rows(
         self, rows: ArrayLike, counts: Sequence[ArrayLike], block_ids: Sequence[ArrayLike]
@@ -149,7 +150,8 @@ class MultiGroupBlockTable:
 
     def add_row(self, block_ids: Sequence[ArrayLike], row: int) -> None:
         """`BlockTable.add_row` in each group."""
-        self.add_rows([row], [[np.size(ids)] for ids in self._each(block_ids)], block_ids)
+        shares = [[np.asarray(ids).size] for ids in self._each(block_ids)]
+        self.add_rows([row], shares, block_ids)
 
     def add_rows(
         self, rows: ArrayLike, counts: Sequence[ArrayLike], block_ids: Sequence[ArrayLike]
@@ -165,16 +167,16 @@ class MultiGroupBlockTable:
 
     def clear_rows(self, rows: ArrayLike) -> None:
         """Bulk `clear_row`."""
-        for table in self.block_tables:
-            table.clear_rows(rows)
+        for host in self._hosts():
+            host.clear(rows)
 
     def truncate_row(self, row: int, num_blocks: Sequence[int]) -> None:
         """`BlockTable.truncate_row` in each group: one count of kernel blocks a group."""
         keep = np.asarray(self._each(num_blocks))
         if keep.dtype.kind not in "iu" or keep.min() < 0:
             raise RowError(f"a row cannot be cut to {list(num_blocks)} blocks")
-        for table, count in zip(self.block_tables, keep.tolist(), strict=True):
-            table.truncate_row(row, count)
+        for host, count in zip(self._hosts(), keep.tolist(), strict=True):
+            host.truncate([row], [count])
 
     def move_row(self, src: int, tgt: int) -> None:
         """`BlockTable.move_row` in each group."""
@@ -182,22 +184,22 @@ class MultiGroupBlockTable:
 
     def move_rows(self, src: ArrayLike, tgt: ArrayLike) -> None:
         """Bulk `move_row`."""
-        for table in self.block_tables:
-            table.move_rows(src, tgt)
+        for host in self._hosts():
+            host.move_rows(src, tgt)
 
     def swap_row(self, a: int, b: int) -> None:
         """`BlockTable.swap_row` in each group."""
-        self.swap_rows([a], [b])
+        for host in self._hosts():
+            host.swap(a, b)
 
     def swap_rows(self, a: ArrayLike, b: ArrayLike) -> None:
         """Bulk `swap_row`; no row may be named twice."""
-        for table in self.block_tables:
-            table.swap_rows(a, b)
+        self.move_rows(*exchange(a, b))
 
     def clear(self) -> None:
         """Empty every row of every group, on the host and on the device."""
-        for table in self.block_tables:
-            table._own().clear()
+        for host in self._hosts():
+            host.clear()
         self._commit()
 
     # -- device side ----------------------------------------------------------------------------
@@ -240,6 +242,10 @@ class MultiGroupBlockTable:
         return self._gather.gather(rows, widths)
 
     # -- inside ---------------------------------------------------------------------------------
+
+    def _hosts(self) -> list[HostTable]:
+        """All groups' own host tables, or RowError before any of them is changed."""
+        return [table._own() for table in self.block_tables]
 
     def _each(self, per_group: Sequence) -> Sequence:
         if len(per_group) != len(self.block_tables):

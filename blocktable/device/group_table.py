@@ -19,9 +19,9 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 
-from blocktable.core.errors import RowError
+from blocktable.core.errors import ConfigError, RowError
 from blocktable.core.geometry import SlotGeometry
-from blocktable.core.table import HostTable
+from blocktable.core.table import HostTable, whole_numbers
 from blocktable.core.types import BlockIds
 from blocktable.device.row_sources import SplitRows
 from blocktable.device.slot_mapping import SlotMapper
@@ -75,6 +75,7 @@ class BlockTable:
             block_size, kernel_block_size, cp_world_size, cp_rank, cp_interleave
         )
         width = max_num_blocks_per_req * geometry.blocks_per_kv_block
+        _check_room(max_num_reqs, width)
         tables = DeviceTables(max_num_reqs, [width], device)
         mapper = SlotMapper(tables, [geometry], max_num_batched_tokens)
         self._bind(own_rows(max_num_reqs, width, tables.device, pin_memory), 0, tables, mapper)
@@ -140,7 +141,7 @@ class BlockTable:
 
     def append_row(self, block_ids: ArrayLike, row: int) -> None:
         """Append manager blocks to a row; an empty list changes nothing."""
-        self.append_rows([row], [np.size(block_ids)], block_ids)
+        self.append_rows([row], [np.asarray(block_ids).size], block_ids)
 
     def append_rows(self, rows: ArrayLike, counts: ArrayLike, block_ids: ArrayLike) -> None:
         """Append to many rows: the first ``counts[0]`` of the manager's ``block_ids`` to
@@ -149,7 +150,7 @@ class BlockTable:
 
     def add_row(self, block_ids: ArrayLike, row: int) -> None:
         """Make a row hold exactly these manager blocks, whatever it held before."""
-        self.add_rows([row], [np.size(block_ids)], block_ids)
+        self.add_rows([row], [np.asarray(block_ids).size], block_ids)
 
     def add_rows(self, rows: ArrayLike, counts: ArrayLike, block_ids: ArrayLike) -> None:
         """Bulk `add_row`."""
@@ -182,13 +183,12 @@ class BlockTable:
         self._own().move_rows(src, tgt)
 
     def swap_row(self, a: int, b: int) -> None:
-        """Exchange two rows; a row copy on the device."""
-        self._own().move_rows([a, b], [b, a])
+        """Exchange two rows (or leave a row as it is); a row copy on the device."""
+        self._own().swap(a, b)
 
     def swap_rows(self, a: ArrayLike, b: ArrayLike) -> None:
         """Bulk `swap_row`; no row may be named twice."""
-        first, second = np.atleast_1d(a), np.atleast_1d(b)
-        self._own().move_rows(np.concatenate([first, second]), np.concatenate([second, first]))
+        self._own().move_rows(*exchange(a, b))
 
     def clear(self) -> None:
         """Empty every row, counts included, on the host and on the device."""
@@ -248,12 +248,12 @@ class BlockTable:
         self, rows: ArrayLike, counts: ArrayLike, block_ids: ArrayLike, *, replace: bool
     ) -> PreparedRows:
         """Check a bulk append or replacement without changing anything."""
-        where = np.atleast_1d(np.asarray(rows)).astype(np.int64)
-        shares = np.atleast_1d(np.asarray(counts, np.int64)) * self.blocks_per_kv_block
+        where = whole_numbers("row numbers", rows)
+        shares = whole_numbers("numbers of blocks", counts) * self.blocks_per_kv_block
         ids = self.map_to_kernel_blocks(np.asarray(block_ids).reshape(-1))
         if len(shares) != len(where) or shares.min(initial=0) < 0 or int(shares.sum()) != len(ids):
             raise RowError(
-                f"{np.size(block_ids)} block ids cannot be shared out as "
+                f"{np.asarray(block_ids).size} block ids cannot be shared out as "
                 f"{np.asarray(counts).tolist()} to {len(where)} rows"
             )
         self._check_rows(where)
@@ -286,14 +286,30 @@ class BlockTable:
 def _first_bad(ids: NDArray, most: int) -> object:
     flat = ids.reshape(-1)
     if ids.dtype.kind not in "iu":
-        return flat[0].item()
+        return flat.tolist()[0]
     return flat[(flat < 0) | (flat > most)][0].item()
+
+
+def _check_room(max_num_reqs: int, width: int) -> None:
+    for name, value in (("max_num_reqs", max_num_reqs), ("blocks in a row", width)):
+        if not hasattr(value, "__index__") or value < 1:
+            raise ConfigError(f"{name} must be a positive integer, got {value!r}")
+
+
+def exchange(a: ArrayLike, b: ArrayLike) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Sources and targets of the moves that exchange rows ``a[i]`` and ``b[i]``; RowError for
+    lists of unequal length, which would send rows round in a ring."""
+    first, second = whole_numbers("row numbers", a), whole_numbers("row numbers", b)
+    if len(first) != len(second):
+        raise RowError(f"rows {first.tolist()} cannot be exchanged with {second.tolist()}")
+    return np.concatenate([first, second]), np.concatenate([second, first])
 
 
 def own_rows(
     max_num_reqs: int, width: int, device: torch.device, pin_memory: bool | None
 ) -> HostTable:
     """A host table for `BlockTable`, page-locked as its ``pin_memory`` says."""
+    _check_room(max_num_reqs, width)
     host = HostTable(max_num_reqs, width)
     pin = host.rows.nbytes <= _PIN_UP_TO_BYTES if pin_memory is None else pin_memory
     if pin and device.type == "cuda":

@@ -21,8 +21,10 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from blocktable.core.errors import RowError
+from blocktable.core.table import whole_numbers
 from blocktable.core.types import RowIds, TokenIds
 from blocktable.device.block_table import MultiGroupBlockTable
+from blocktable.device.group_table import exchange
 
 REAL_COLUMNS = (
     ("temperature", 1.0), ("top_p", 1.0), ("min_p", 0.0), ("frequency_penalty", 0.0),
@@ -34,6 +36,7 @@ WHOLE_COLUMNS = (
     ("min_tokens", 0), ("top_k", 0), ("seed", -1), ("adapter", -1), ("token_line", 0),
 )  # fmt: skip
 """Integer columns, int64, and their empty value; -1 is none or no limit."""
+_INT32_MAX = 2**31 - 1
 _SAMPLING_INTS = ("max_tokens", "min_tokens", "top_k", "seed")
 
 
@@ -155,17 +158,24 @@ class InputBatch:
         """Put requests into the lowest free rows, in order; their rows. All or none.
 
         RowError: the batch is full, an id is there already, a request is longer than
-        ``max_model_len``, or a block table refuses its blocks.
+        ``max_model_len``, a column cannot hold its value, or a block table refuses its blocks.
         """
         free = np.flatnonzero(~self._occupied)
         self._check_new(requests, len(free))
         rows = free[: len(requests)].astype(np.int32)
         groups = range(len(self.block_table))
         shares = [[np.size(r.block_ids[g]) for r in requests] for g in groups]
-        ids = [_joined([r.block_ids[g] for r in requests]) for g in groups]
-        self.block_table.add_rows(rows, shares, ids)
+        try:  # free rows first: what was written there before an error is cleared again
+            ids = [_joined([r.block_ids[g] for r in requests]) for g in groups]
+            for row, request in zip(rows.tolist(), requests, strict=True):
+                self._fill(row, request)
+            self.block_table.add_rows(rows, shares, ids)
+        except Exception:
+            self._clear_columns(rows)
+            raise
         for row, request in zip(rows.tolist(), requests, strict=True):
-            self._fill(row, request)
+            self.request_ids[row] = request.request_id
+            self._row_of[request.request_id] = row
         self._occupied[rows] = True
         return rows
 
@@ -195,21 +205,24 @@ class InputBatch:
                 raise RowError(f"the batch has no column {sorted(unknown)[0]!r}")
 
     def _fill(self, row: int, request: BatchRequest) -> None:
-        prompt, output = request.prompt_token_ids, request.output_token_ids
+        prompt, output = _tokens(request.prompt_token_ids), _tokens(request.output_token_ids)
         line = self.token_ids[self["token_line"][row]]
         line[: len(prompt)] = prompt
         line[len(prompt) : len(prompt) + len(output)] = output
-        for name in (*(name for name, _ in REAL_COLUMNS), *_SAMPLING_INTS):
-            value = getattr(request.sampling, name, None)
-            self._columns[name][row] = self._empty[name] if value is None else value
-        for name, value in request.extra.items():
-            self._columns[name][row] = value
+        values = {
+            name: getattr(request.sampling, name, None)
+            for name in (*(name for name, _ in REAL_COLUMNS), *_SAMPLING_INTS)
+        }
+        for name, value in (*values.items(), *request.extra.items()):
+            try:
+                self._columns[name][row] = self._empty[name] if value is None else value
+            except (TypeError, ValueError, OverflowError) as error:
+                which = f"request {request.request_id!r}: column {name!r}"
+                raise RowError(f"{which} cannot hold {value!r}: {error}") from None
         self["num_tokens"][row] = len(prompt) + len(output)
         self["num_prompt_tokens"][row] = len(prompt)
         self["num_computed_tokens"][row] = request.num_computed_tokens
         self["adapter"][row] = request.adapter
-        self.request_ids[row] = request.request_id
-        self._row_of[request.request_id] = row
 
     def remove(self, request_ids: Iterable[Hashable]) -> RowIds:
         """Take requests out; their rows, which are free and empty now. All or none (RowError).
@@ -261,14 +274,14 @@ class InputBatch:
 
     def swap(self, a: ArrayLike, b: ArrayLike) -> Moves:
         """Exchange rows ``a[i]`` and ``b[i]``; free rows may take part, no row twice."""
-        first, second = np.atleast_1d(np.asarray(a)), np.atleast_1d(np.asarray(b))
-        src, dst = np.concatenate([first, second]), np.concatenate([second, first])
+        src, dst = exchange(a, b)
         if (
             len(np.unique(src)) < len(src)
             or src.min(initial=0) < 0
             or (src.max(initial=0) >= self.max_num_reqs)
         ):
-            raise RowError(f"cannot exchange rows {first.tolist()} with {second.tolist()}")
+            half = len(src) // 2
+            raise RowError(f"cannot exchange rows {src[:half].tolist()} with {dst[:half].tolist()}")
         self.block_table.move_rows(src, dst)
         occupied = self._occupied[src]
         self._permute(src, dst)
@@ -299,8 +312,11 @@ class InputBatch:
         ``counts`` and ``block_ids`` have one entry a group, as `MultiGroupBlockTable.add_rows`.
         """
         where = self._check_occupied(rows)
+        computed = np.broadcast_to(
+            whole_numbers("numbers of tokens", num_computed_tokens), where.shape
+        )
         self.block_table.add_rows(where, counts, block_ids)
-        self["num_computed_tokens"][where] = num_computed_tokens
+        self["num_computed_tokens"][where] = computed
 
     def append_blocks(
         self, rows: ArrayLike, counts: Sequence[ArrayLike], block_ids: Sequence[ArrayLike]
@@ -315,11 +331,11 @@ class InputBatch:
         if at.max(initial=0) >= self.max_model_len:
             full = where[at >= self.max_model_len][0]
             raise RowError(f"row {full} holds max_model_len {self.max_model_len} tokens already")
-        self.token_ids[self["token_line"][where], at] = token_ids
+        self.token_ids[self["token_line"][where], at] = _tokens(token_ids)
         self["num_tokens"][where] = at + 1
 
     def _check_occupied(self, rows: ArrayLike) -> RowIds:
-        where = np.atleast_1d(np.asarray(rows))
+        where = whole_numbers("row numbers", rows)
         if len(where) and (where.min() < 0 or where.max() >= self.max_num_reqs):
             raise RowError(f"rows {where.tolist()} of a batch of {self.max_num_reqs}")
         if not self._occupied[where].all():
@@ -327,8 +343,19 @@ class InputBatch:
         return where
 
 
+def _tokens(token_ids: ArrayLike) -> NDArray[np.integer]:
+    """Token ids as an array [n]; RowError for what is no int32 (NumPy would cut 1.5 and 2**40)."""
+    if isinstance(token_ids, np.ndarray) and token_ids.dtype == np.int32:
+        return token_ids
+    ids = whole_numbers("token ids", token_ids)
+    if ids.size and (ids.min() < 0 or ids.max() > _INT32_MAX):
+        bad = ids[(ids < 0) | (ids > _INT32_MAX)][0]
+        raise RowError(f"token id {bad} is outside 0 .. {_INT32_MAX}")
+    return ids
+
+
 def _joined(parts: Sequence[ArrayLike]) -> NDArray[np.int64]:
     """Lists of block ids one behind another."""
     if not parts:
         return np.zeros(0, np.int64)
-    return np.concatenate([np.asarray(part, np.int64).reshape(-1) for part in parts])
+    return np.concatenate([whole_numbers("block ids", np.ravel(part)) for part in parts])

@@ -50,6 +50,10 @@ class SlotMapper:
     ) -> None:
         if len(geometries) != len(tables.widths):
             raise ValueError(f"{len(geometries)} geometries for {len(tables.widths)} tables")
+        if not hasattr(max_num_batched_tokens, "__index__") or max_num_batched_tokens < 1:
+            raise ConfigError(
+                f"max_num_batched_tokens must be a positive integer, got {max_num_batched_tokens!r}"
+            )
         self._tables, self.geometries = tables, tuple(geometries)
         self.max_num_batched_tokens = max_num_batched_tokens
         padded = -(-max_num_batched_tokens // 16) * 16  # every group's mapping is aligned alike
