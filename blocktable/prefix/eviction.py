@@ -1,14 +1,13 @@
 """Eviction orders other than plain least recently used, and their names.
 
 `ReuseQueue` ("reuse") learns from the traffic what a cached block is worth. Blocks fall into
-classes by how often they were hit; within a class the oldest goes first, as in LRU. Between
-classes, the one whose oldest block has the lowest *hit density* gives up a block: expected hits
-per unit of room and time, if it were kept until the best moment to give it up. The densities come
-from what happened to blocks of each class and age so far, those already evicted included: a table
-of ghosts remembers evicted keys, so that the policy sees hits it missed by evicting too early.
-That is what LRU cannot see when a conversation's next turn comes just after its blocks are gone.
-
-Idea: hit density from LHD (Beckmann, Chen, Cidon, NSDI 2018), with ghosts for ages beyond the pool.
+classes: were they hit before, and how much of the prompt they were last used in was a hit (a
+conversation that went on once mostly goes on again; one that only shares a system prompt with
+others often does not). Within a class the oldest goes first, as in LRU; between classes, the one
+whose oldest block has the lowest hit density (``density.py``) gives up a block. Evicted keys are
+remembered for a while (``ghosts.py``), so that the policy sees hits it missed by evicting too
+early. That is what LRU cannot see when a conversation's next turn comes just after its blocks are
+gone.
 """
 
 from __future__ import annotations
@@ -20,15 +19,15 @@ from blocktable.core.errors import ConfigError
 from blocktable.core.eviction import EvictionPolicy, LRUQueue
 from blocktable.core.pool import BlockPool
 from blocktable.core.types import BlockIds
+from blocktable.prefix.density import HitDensity
+from blocktable.prefix.ghosts import Ghosts, GhostTable
 from blocktable.prefix.index import PrefixIndex
 
 POLICIES = ("lru", "reuse")
-HIT_CLASSES = np.array([1, 2])  # hits from which a block belongs to class 1, 2
-SPENT = len(HIT_CLASSES) + 1  # the class of old copies
-BINS, GROWTH = 24, 1.35  # ages are binned geometrically up to 25 times the pool
-DECAY = 0.98  # of what was learnt, at each re-ranking
-GHOSTS = 4  # remembered evictions, times the pool
-RUN = 64  # blocks given up between two comparisons of the classes
+HIT_SHARES = np.array([0.3, 0.75])  # of a prompt, where the next class begins
+SHARES = len(HIT_SHARES) + 1
+SPENT = 2 * SHARES  # the class of old copies
+RUN = 16  # blocks given up between two comparisons of the classes
 
 
 def make_policy(name: str, pool: BlockPool, index: PrefixIndex | None) -> EvictionPolicy:
@@ -41,7 +40,7 @@ def make_policy(name: str, pool: BlockPool, index: PrefixIndex | None) -> Evicti
 
 
 class ReuseQueue:
-    """Least hit density first. About 170 bytes a block, ghosts included; O(1) a block.
+    """Least hit density first. About 400 bytes a block, ghosts included; O(1) a block, amortised.
 
     Time is counted in blocks released. All state is in arrays; equal calls give equal orders.
     """
@@ -53,20 +52,10 @@ class ReuseQueue:
         self._hits = np.zeros(num_blocks, np.uint8)
         self._known = np.zeros(num_blocks, np.bool_)  # was queued with its present content
         self._born = np.zeros(num_blocks, np.int64)
-        places = 2 * GHOSTS * num_blocks
-        self._ghost_tag = np.zeros(places, np.uint32)  # 0 = nobody
-        self._ghost_born = np.zeros(places, np.int64)
-        self._ghost_hits = np.zeros(places, np.uint8)
-        self._ghost_ring = np.zeros(GHOSTS * num_blocks, np.int64)  # places, oldest eviction first
-        self._ring_born = np.zeros(GHOSTS * num_blocks, np.int64)
-        self._num_ghosts = 0
-        unit = max(8.0, num_blocks / 40)
-        self._edges = np.concatenate([[0.0], unit * GROWTH ** np.arange(BINS)])
-        shape = (SPENT, BINS)
-        self._hit, self._dead = np.full(shape, 0.5), np.ones(shape)
-        self._density = np.ones(shape)
-        self._clock, self._next_rank = 0, 0
-        self._period = max(256, num_blocks // 1)
+        self._ghosts = GhostTable(num_blocks)
+        self._density = HitDensity(SPENT, num_blocks)
+        self._period = max(256, num_blocks // 2)
+        self._clock, self._next_rank = 0, self._period
 
     def __len__(self) -> int:
         return sum(map(len, self._queues))
@@ -82,7 +71,7 @@ class ReuseQueue:
         self._known[blocks] = True
         self._born[blocks] = self._clock + np.arange(len(blocks))
         self._clock += len(blocks)
-        which = self._class_of(self._hits[blocks])
+        which = class_of(self._hits[blocks])
         self._of[blocks] = which
         for number, queue in enumerate(self._queues[:SPENT]):
             mine = blocks[which == number]
@@ -94,16 +83,12 @@ class ReuseQueue:
 
     def remove(self, blocks: BlockIds) -> None:
         """These blocks were hit."""
-        which = self._of[blocks]
-        used = which < SPENT
-        self._learn(self._hit, which[used], self._clock - self._born[blocks[used]])
-        hits = self._hits[blocks]
-        self._hits[blocks] = hits + (hits < 255)
-        self._take_out(blocks, which)
+        self._learn_hits(blocks)
+        self._take_out(blocks)
 
     def forget(self, blocks: BlockIds) -> None:
         """These blocks lost their key: what is known of their content goes too."""
-        self._take_out(blocks, self._of[blocks])
+        self._take_out(blocks)
         self._known[blocks] = False
 
     def pop(self, count: int) -> BlockIds:
@@ -127,70 +112,42 @@ class ReuseQueue:
 
     # -- what it knows --------------------------------------------------------------------------
 
-    def _take_out(self, blocks: BlockIds, which: NDArray[np.int8]) -> None:
+    def _take_out(self, blocks: BlockIds) -> None:
+        which = self._of[blocks]
         for number, queue in enumerate(self._queues):
             mine = blocks[which == number]
             if mine.size:
                 queue.remove(mine)
         self._of[blocks] = -1
 
-    def _class_of(self, hits: NDArray[np.uint8]) -> NDArray[np.int8]:
-        return np.searchsorted(HIT_CLASSES, hits, side="right").astype(np.int8)
-
-    def _bin_of(self, ages: NDArray[np.int64]) -> NDArray[np.intp]:
-        return np.minimum(np.searchsorted(self._edges, ages, side="right") - 1, BINS - 1)
-
-    def _learn(self, table: NDArray, which: NDArray, ages: NDArray[np.int64]) -> None:
-        np.add.at(table, (which, self._bin_of(ages)), 1.0)
-
     def _cheapest(self) -> int:
         if len(self._queues[SPENT]):
             return SPENT
         best, lowest = 0, np.inf
         for number, queue in enumerate(self._queues[:SPENT]):
-            if len(queue) == 0:
-                continue
-            age = self._clock - self._born[queue.peek()]
-            density = self._density[number, int(self._bin_of(age))]
-            if density < lowest:
-                best, lowest = number, density
+            if len(queue):
+                density = self._density.of(number, self._clock - int(self._born[queue.peek()]))
+                if density < lowest:
+                    best, lowest = number, density
         return best
 
-    def _tags(self, blocks: BlockIds) -> tuple[NDArray[np.uint32], NDArray[np.intp]]:
-        words = self._index.words[blocks, 0]
-        scaled = (words >> np.uint64(32)) * np.uint64(len(self._ghost_tag)) >> np.uint64(32)
-        return words.astype(np.uint32) | np.uint32(1), scaled.astype(np.intp)
+    def _learn_hits(self, blocks: BlockIds) -> None:
+        which, hits = self._of[blocks], self._hits[blocks]
+        used = which < SPENT
+        self._density.learn_hits(which[used], self._clock - self._born[blocks[used]])
+        self._hits[blocks] = hits + (hits < 255)
 
     def _remember(self, blocks: BlockIds) -> None:
-        """Evicted blocks become ghosts; the oldest ghosts are dead for good."""
-        tags, places = self._tags(blocks)
-        turn = (self._num_ghosts + np.arange(len(blocks))) % len(self._ghost_ring)
-        if self._num_ghosts >= len(self._ghost_ring):
-            self._bury(self._ghost_ring[turn], self._ring_born[turn])
-        self._ghost_ring[turn], self._ring_born[turn] = places, self._born[blocks]
-        self._num_ghosts += len(blocks)
-        self._ghost_tag[places] = tags
-        self._ghost_born[places] = self._born[blocks]
-        self._ghost_hits[places] = self._hits[blocks]
-
-    def _bury(self, places: NDArray[np.int64], born: NDArray[np.int64]) -> None:
-        """These ghosts were never met again (those pushed out by another are not counted)."""
-        dead = places[(self._ghost_tag[places] != 0) & (self._ghost_born[places] == born)]
-        self._learn(
-            self._dead, self._class_of(self._ghost_hits[dead]), self._clock - self._ghost_born[dead]
-        )
-        self._ghost_tag[dead] = 0
+        known = Ghosts(self._born[blocks], self._of[blocks], self._hits[blocks])
+        lost = self._ghosts.remember(self._index.words[blocks, 0], known)
+        self._density.learn_lost(lost.kind, self._clock - lost.born)
 
     def _meet_ghosts(self, blocks: BlockIds) -> None:
         """New content that was here before: a hit that was missed."""
-        tags, places = self._tags(blocks)
-        met = self._ghost_tag[places] == tags
-        found = places[met]
-        hits = self._ghost_hits[found]
-        self._learn(self._hit, self._class_of(hits), self._clock - self._ghost_born[found])
+        met, known = self._ghosts.meet(self._index.words[blocks, 0])
+        self._density.learn_hits(known.kind, self._clock - known.born)
         self._hits[blocks] = 0
-        self._hits[blocks[met]] = hits + (hits < 255)
-        self._ghost_tag[found] = 0
+        self._hits[blocks[met]] = known.hits + (known.hits < 255)
 
     def _meet_copies(self, blocks: BlockIds) -> None:
         """New copies of content that is still queued (its chain was broken before it): the old
@@ -203,24 +160,27 @@ class ReuseQueue:
             old[mine] = self._index.find(keys[mine], int(group))
         copied = (old != blocks) & (self._of[old] >= 0) & (self._of[old] < SPENT)
         blocks, (old, first) = blocks[copied], np.unique(old[copied], return_index=True)
-        blocks = blocks[first]
-        which, hits = self._of[old], self._hits[old]
-        self._learn(self._hit, which, self._clock - self._born[old])
-        self._hits[blocks] = hits + (hits < 255)
-        self._take_out(old, which)
+        self._learn_hits(old)
+        self._hits[blocks[first]] = self._hits[old]
+        self._take_out(old)
         self._of[old] = SPENT
         self._queues[SPENT].push(old)
 
     def _rank(self) -> None:
-        """Hit density of each class and age: the best ratio of hits to time over all moments at
-        which a block of that age could be given up."""
-        widths = np.diff(np.append(self._edges, self._edges[-1] * GROWTH))[:BINS]
-        ends = self._hit + self._dead
-        for age in range(BINS):
-            hits = np.cumsum(self._hit[:, age:], axis=1)
-            alive = ends[:, age:].sum(axis=1, keepdims=True) - np.cumsum(ends[:, age:], axis=1)
-            alive += ends[:, age:]  # still there when the bin begins
-            time = np.cumsum(alive * widths[age:], axis=1)
-            self._density[:, age] = (hits / time).max(axis=1)
-        self._hit *= DECAY
-        self._dead *= DECAY
+        queued = np.flatnonzero((self._of >= 0) & (self._of < SPENT))
+        ghosts = self._ghosts.all()
+        kinds = np.concatenate([self._of[queued], ghosts.kind])
+        born = np.concatenate([self._born[queued], ghosts.born])
+        self._density.rank(kinds, self._clock - born)
+
+
+def class_of(hits: NDArray[np.uint8]) -> NDArray[np.int8]:
+    """Class of each block of some rows, released tail first one row after another, by how often
+    they were hit: (hit before) x (share of the row's blocks that were). Where blocks never hit
+    follow ones that were, another row begins."""
+    was_hit = hits > 0
+    starts = np.concatenate([[False], was_hit[:-1] & ~was_hit[1:]])
+    row = np.cumsum(starts)
+    share = np.bincount(row, was_hit) / np.bincount(row)
+    part = np.searchsorted(HIT_SHARES, share[row], side="right")
+    return (was_hit * SHARES + part).astype(np.int8)
