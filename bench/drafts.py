@@ -60,8 +60,8 @@ def compare(kind: str, count: int, plain: Any, drafting: Any, rounds: int) -> st
     equal = sum(a == b for a, b in zip(without[2], with_drafts[2], strict=True))
     return (
         f"{kind:9} x{count:<2} {rates[0]:7.1f} -> {rates[1]:7.1f} tokens/s "
-        f"({rates[1] / rates[0]:.2f}x)  steps {without[1]} -> {with_drafts[1]}  accepted {share:.0%} of {drafted}"
-        f"  equal {equal}/{count}"
+        f"({rates[1] / rates[0]:.2f}x)  steps {without[1]} -> {with_drafts[1]}  "
+        f"accepted {share:.0%} of {drafted}  equal {equal}/{count}"
     )
 
 
