@@ -147,3 +147,11 @@ def test_drafts_change_no_answer_and_are_summed_up(capsys):
     assert plain.split("\n\n")[0] == drafting.split("\n\n")[0]
     assert run([*asked, "--draft-tokens", "-1"]) == 2
     assert "num_draft_tokens must be an integer >= 0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("more", [[], ["-p", "hi"], ["-p", ""], ["--prompts", "/nowhere.jsonl"]])
+@pytest.mark.parametrize("model", ["/nonexistent", "./missing.gguf", "a/b/c"])
+def test_a_missing_model_is_named_whatever_else_is_missing(model, more, capsys):
+    assert run(["generate", model, *more]) == 2
+    error = capsys.readouterr().err
+    assert model.removeprefix("./") in error and error.count("\n") == 1

@@ -14,6 +14,7 @@ from blocktable.cli.live import LiveView, PlainView, answer_panels
 from blocktable.cli.prompts import Prompt, chat_prompt, read_prompts
 from blocktable.cli.summary import RunFacts, RunMeter, print_summary, summary_panel
 from blocktable.core.errors import RequestError
+from blocktable.engine.loader import check_path
 from blocktable.engine.outputs import RequestOutput
 from blocktable.engine.params import SamplingParams
 
@@ -43,6 +44,7 @@ def generate(
     json_out: bool,
 ) -> None:
     """Run the command; RequestError, ConfigError or LoadError for bad input."""
+    check_path(model)  # before the prompts: the first mistake on the line is named first
     prompts = gather_prompts(path, texts, system, raw)
     console = Console()
     terminal = console.is_terminal and not json_out

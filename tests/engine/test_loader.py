@@ -62,3 +62,9 @@ def test_dtype_names() -> None:
     assert choose_dtype("auto", "cpu") in (torch.bfloat16, torch.float32)
     with pytest.raises(ConfigError, match="float8"):
         choose_dtype("float8", "cpu")
+
+
+@pytest.mark.parametrize("device", ["cuda:99", "cuda:x", "cuda:-3"])
+def test_a_gpu_that_is_not_there_is_one_line(device: str) -> None:
+    with pytest.raises(ConfigError, match=device):
+        begin(tiny_model("llama")).finish("float32", device)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from blocktable.core.errors import LoadError
-from blocktable.engine.loader.dtypes import choose_dtype, expects_bfloat16
+from blocktable.engine.loader.dtypes import check_device, choose_dtype, expects_bfloat16
 
 if TYPE_CHECKING:
     from blocktable.engine.loader.gguf_model import GGUFReading
@@ -46,7 +46,9 @@ class Loading:
     def finish(
         self, dtype: str = "auto", device: str = "cpu", tokenizer: Any = None
     ) -> LoadedModel:
-        """The model on its device; raises LoadError. ``tokenizer`` replaces the model's own."""
+        """The model on its device; raises LoadError, or ConfigError for a dtype or device that
+        is not there. ``tokenizer`` replaces the model's own."""
+        check_device(device)
         if not isinstance(self.source, (str, Path)):
             chosen = self.source.dtype if dtype == "auto" else choose_dtype(dtype, device)
             model = self.source.eval()
@@ -85,23 +87,30 @@ def begin(
                 f"a model must be a name, a path or a model, got {type(source).__name__}"
             )
         return Loading(source)
-    path = bundled_path(str(source)) if str(source) in BUNDLED else Path(source)
+    path = check_path(source)
     if path.suffix.lower() == ".gguf":
         return _begin_gguf(path, expects_bfloat16(dtype, device))
+    return Loading(str(source), allow_download)
+
+
+def check_path(source: str | Path) -> Path:
+    """Where a model of this name would lie; LoadError for a path where nothing is. O(1)."""
     text = str(source)
-    if not path.is_dir() and (
+    path = bundled_path(text) if text in BUNDLED else Path(source)
+    if path.suffix.lower() == ".gguf":
+        if not path.is_file():
+            raise LoadError(f"no model at {path}: the file does not exist")
+    elif not path.is_dir() and (
         path.exists() or text.count("/") > 1 or text.startswith((".", "/", "~"))
     ):
         raise LoadError(f"no model at {text}: neither a .gguf file nor a directory")
-    return Loading(text, allow_download)
+    return path
 
 
 def _begin_gguf(path: Path, to_bfloat16: bool) -> Loading:
     from blocktable.engine.loader.gguf_model import GGUFReading
     from blocktable.engine.loader.gguf_tokenizer import byte_level_tokenizer
 
-    if not path.is_file():
-        raise LoadError(f"no model at {path}: the file does not exist")
     reading = GGUFReading(str(path), to_bfloat16=to_bfloat16)
     worker = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
     backend = worker.submit(byte_level_tokenizer, reading.file)

@@ -12,6 +12,21 @@ if TYPE_CHECKING:
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
+def check_device(name: str) -> None:
+    """ConfigError for a GPU that this PyTorch does not see."""
+    import torch
+
+    if name == "cpu":
+        return
+    try:
+        index = torch.device(name).index or 0
+    except RuntimeError:
+        raise ConfigError(f"device must be cpu, cuda or cuda:<index>, got {name!r}") from None
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if index >= count:
+        raise ConfigError(f"device is {name!r}, but this PyTorch sees {count} GPUs")
+
+
 def choose_dtype(name: str, device: str) -> torch.dtype:
     """The torch dtype for an option value; ConfigError for one that is not in DTYPES.
 
