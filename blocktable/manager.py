@@ -36,6 +36,7 @@ from blocktable.groups.growth import Copies, Growth
 from blocktable.groups.hits import common_hit
 from blocktable.groups.keybook import CacheSink, KeyBook, RemovedBlocks, StoredBlocks, spread
 from blocktable.groups.native import make_core
+from blocktable.groups.retaining import Retaining
 from blocktable.groups.sharing import RowSharing
 from blocktable.groups.swap import SwappedRow, SwapPlan
 from blocktable.prefix.eviction import make_policy
@@ -50,7 +51,7 @@ __all__ = [
 ]  # fmt: skip
 
 
-class KVCacheManager(RowSharing):
+class KVCacheManager(RowSharing, Retaining):
     """The paged KV cache of one engine, in arrays of rows; a request is a row number, the same in
     every group's table and on the device. A call that raises has changed nothing.
 
@@ -71,13 +72,18 @@ class KVCacheManager(RowSharing):
         hash_algo: str = "sha256",
         seed: Seed = None,
         eviction: str = "lru",
+        retain_share: float = 0.5,
         host_blocks: int = 0,
         cp_world: int = 1,
         sink: CacheSink | None = None,
     ) -> None:
         """``max_num_batched_tokens`` caps what a window group needs in the full-sequence check;
         ``host_blocks`` > 0 makes a second pool for swapping (its block 0 is reserved too);
-        ``cp_world`` ranks share each block's positions; ``sink`` hears of cache changes."""
+        ``cp_world`` ranks share each block's positions; ``sink`` hears of cache changes;
+        hints (`pin`, `retain`) keep at most ``retain_share`` of the usable blocks."""
+        if not 0.0 <= retain_share <= 1.0:
+            raise ConfigError(f"retain_share must lie in 0 .. 1, got {retain_share}")
+        self.retain_share = retain_share
         for name, value in (("max_num_rows", max_num_rows), ("max_model_len", max_model_len)):
             if value < 1:
                 raise ConfigError(f"{name} must be positive, got {value}")
@@ -325,6 +331,7 @@ class KVCacheManager(RowSharing):
         """The step is launched: blocks released from now on are fenced until it has ended."""
         if self.host_pool is not None:
             self.host_pool.begin_step()
+        self._settle()
         return self.pool.begin_step()
 
     def end_step(self, step: int) -> None:

@@ -360,6 +360,11 @@ class BlockPool:
                 self._recycle(blocks)
 
     @property
+    def steps_begun(self) -> int:
+        """Steps begun since construction."""
+        return self._last_step
+
+    @property
     def steps_in_flight(self) -> tuple[int, ...]:
         """Steps begun and not ended, oldest first."""
         return tuple(self._in_flight)
