@@ -203,7 +203,7 @@ def simulate(
     prefix_caching: opt.PrefixCaching = True,
     kv_bytes_per_token: Annotated[int, typer.Option(help="KV bytes of a token.")] = 131072,
     parameters: Annotated[float, typer.Option(help="Parameters of the model.")] = 8.0e9,
-    devices: Annotated[int, typer.Option(help="Devices that share the model.")] = 2,
+    devices: Annotated[int, typer.Option(help="Devices that share the model.")] = 4,
     limit: Annotated[int | None, typer.Option(help="Take only so many requests.")] = None,
     sweep: Annotated[
         str | None, typer.Option(help="Pool sizes in GB with commas, or 'default'.")

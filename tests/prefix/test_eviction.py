@@ -56,3 +56,30 @@ def test_equal_traffic_gives_equal_orders() -> None:
 def test_unknown_policies_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"fifo.*lru, reuse"):
         make("fifo")
+
+
+def hits_of(eviction: str, seed: int) -> int:
+    """Conversations whose next turn comes when LRU has just lost them, between prompts that never
+    come back."""
+    manager, rng = make(eviction, 151), np.random.default_rng(seed)
+    turns, fresh = {name: 0 for name in range(12)}, 1000
+    for i in range(3000):
+        if i % 3 == 0:
+            name = i // 3 % 12
+            turns[name] = turns[name] % 6 + 1
+            tokens = [name + 1 + 20 * (i // 216)] * (10 + 4 * turns[name])
+        else:
+            fresh += 1
+            tokens = [fresh] * int(rng.integers(8, 24))
+        hit = manager.find_hit(manager.sequence(tokens))
+        manager.admit(0, hit, len(tokens) - hit.num_tokens)
+        manager.release(np.array([0], np.int32))
+    check(manager)
+    return manager.admission.hit_tokens
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_reuse_keeps_what_lru_loses_just_too_early(seed: int) -> None:
+    plain, aware = hits_of("lru", seed), hits_of("reuse", seed)
+    assert aware > plain + 2000
+    assert aware == hits_of("reuse", seed)
