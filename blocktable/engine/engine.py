@@ -255,13 +255,7 @@ class Engine:
         ``first_line`` says where each sampled row's lines begin."""
         touched: dict[str, Tracked] = {}
         stopped: list[str] = []
-        token_ids, start = result.token_ids.tolist(), 0
-        gains: list[tuple[int, Request, list[int]]] = []
-        index = result.index if first_line is None else first_line[result.index]
-        columns = (index.tolist(), result.requests.tolist(), result.counts.tolist())
-        for line, request, count in zip(*columns, strict=True):
-            gains.append((line, request, token_ids[start : start + count]))
-            start += count
+        gains = _gains(result, first_line)
         for line, request in late:
             grown = request.params.start(request.index, self.detokenizer, request)
             known = len(grown.output.token_ids)
@@ -342,6 +336,20 @@ class Engine:
             if done or tracked.streaming:
                 outputs.append(tracked.to_output())
         return outputs
+
+
+def _gains(
+    result: StepResult, first_line: np.ndarray | None
+) -> list[tuple[int, Request, list[int]]]:
+    """(first line of the logits, request, new tokens) of every row that took tokens."""
+    token_ids, start = result.token_ids.tolist(), 0
+    gains = []
+    index = result.index if first_line is None else first_line[result.index]
+    columns = (index.tolist(), result.requests.tolist(), result.counts.tolist())
+    for line, request, count in zip(*columns, strict=True):
+        gains.append((line, request, token_ids[start : start + count]))
+        start += count
+    return gains
 
 
 def _late(requests: np.ndarray, result: StepResult) -> Iterator[tuple[int, Request]]:
