@@ -34,7 +34,7 @@ def test_pool_stays_whole(seed: int) -> None:
         if rng.integers(0, 60) == 0:
             manager.invalidate_prefix_cache()
         check(manager)
-    manager.release(np.flatnonzero(manager.num_tokens))
+    manager.release(np.flatnonzero(manager.num_tokens).astype(np.int32))
     assert manager.pool.available == 39 and manager.reset_prefix_cache()
     check(manager)
     assert len(manager.pool.take(39)) == 39
@@ -63,7 +63,7 @@ def hits_of(eviction: str, seed: int) -> int:
     come back."""
     manager, rng = make(eviction, 151), np.random.default_rng(seed)
     turns, fresh = {name: 0 for name in range(12)}, 1000
-    for i in range(3000):
+    for i in range(1200):
         if i % 3 == 0:
             name = i // 3 % 12
             turns[name] = turns[name] % 6 + 1
@@ -78,8 +78,5 @@ def hits_of(eviction: str, seed: int) -> int:
     return manager.admission.hit_tokens
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_reuse_keeps_what_lru_loses_just_too_early(seed: int) -> None:
-    plain, aware = hits_of("lru", seed), hits_of("reuse", seed)
-    assert aware > plain + 2000
-    assert aware == hits_of("reuse", seed)
+def test_reuse_keeps_what_lru_loses_just_too_early() -> None:
+    assert hits_of("reuse", 0) > hits_of("lru", 0) + 800
