@@ -11,7 +11,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from blocktable.core.errors import RequestError
@@ -51,6 +53,7 @@ class LLM:
 
         chosen = EngineOptions(**options)
         self._count = 0
+        self._inboxes: dict[str, deque[RequestOutput]] = {}  # of the calls that are open
         if chosen.tensor_parallel_size > 1:
             from blocktable.tensor_parallel import build_parallel_engine
 
@@ -89,14 +92,7 @@ class LLM:
         of the prompts can never be served.
         """
         ids = self._add(prompts, params, streaming=False)
-        done: dict[str, RequestOutput] = {}
-        try:
-            while self.engine.has_unfinished:
-                for output in self.engine.step():
-                    done[output.request_id] = output
-        except BaseException:  # Ctrl-C included: nothing of this call may run on
-            self.engine.abort(ids)
-            raise
+        done = {output.request_id: output for output in self._outputs(ids)}
         return [done[request_id] for request_id in ids]
 
     def stream(
@@ -105,19 +101,46 @@ class LLM:
         """Like :meth:`generate`, but yields each request after every step in which it gained
         tokens.
 
-        ``request_id`` is the prompt's index. Leaving the loop early aborts what still runs.
+        ``request_id`` is the prompt's index. Leaving the loop early aborts what still runs. Other
+        calls may be made meanwhile, from the same thread.
         """
         ids = self._add(prompts, params, streaming=True)
         index = {request_id: str(i) for i, request_id in enumerate(ids)}
+        for output in self._outputs(ids):
+            yield replace(output, request_id=index[output.request_id])
+
+    def _outputs(self, ids: Sequence[str]) -> Iterator[RequestOutput]:
+        """Outputs of these requests until all have ended. What a step brings for another open call
+        is kept for it. Left early, by Ctrl-C too, it aborts what still runs."""
+        inbox: deque[RequestOutput] = deque()
+        self._inboxes.update(dict.fromkeys(ids, inbox))
+        waiting = set(ids)
         try:
-            while self.engine.has_unfinished:
-                for output in self.engine.step():
-                    output.request_id = index[output.request_id]
+            while waiting and (inbox or self.engine.has_unfinished):
+                if not inbox:
+                    self._step()
+                while inbox:
+                    output = inbox.popleft()
+                    if output.finished:
+                        waiting.discard(output.request_id)
                     yield output
         finally:
-            self.engine.abort(ids)
-            while self.engine.has_unfinished:
-                self.engine.step()
+            for request_id in ids:
+                del self._inboxes[request_id]
+            self._give_up(waiting)
+
+    def _step(self) -> None:
+        for output in self.engine.step():
+            inbox = self._inboxes.get(output.request_id)
+            if inbox is not None:
+                inbox.append(output)
+
+    def _give_up(self, ids: Iterable[str]) -> None:
+        """End requests; their blocks are free afterwards, or once the steps of another open call
+        have ended."""
+        self.engine.abort(list(ids))
+        while self.engine.has_unfinished and not self._inboxes:
+            self.engine.step()
 
     def beam_search(
         self,
@@ -179,10 +202,8 @@ class LLM:
                 self._count += 1
                 self.engine.add_request(request_id, _plain(prompt), own, streaming=streaming)
                 ids.append(request_id)
-        except RequestError:
-            self.engine.abort(ids)
-            while self.engine.has_unfinished:
-                self.engine.step()
+        except BaseException:
+            self._give_up(ids)
             raise
         return ids
 
@@ -212,7 +233,10 @@ def _plain(prompt: Any) -> Any:
 def _params_for(params: Any, count: int) -> list[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
-    chosen = list(params)
+    chosen = list(params) if isinstance(params, Sequence) else [params]
+    for own in chosen:
+        if not isinstance(own, SamplingParams):
+            raise RequestError(f"sampling parameters must be SamplingParams, got {own!r}")
     if len(chosen) != count:
         raise RequestError(f"{count} prompts, but {len(chosen)} sampling parameters")
     return chosen

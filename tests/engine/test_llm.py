@@ -85,6 +85,32 @@ def test_leaving_a_stream_frees_its_blocks(llm: LLM) -> None:
     assert idle(llm) and not llm.engine.has_unfinished
 
 
+def test_calls_within_a_stream_take_nothing_from_it(llm: LLM) -> None:
+    whole = [output.outputs[0].text for output in llm.generate(QUESTIONS, GREEDY)]
+    outer, texts = llm.stream(QUESTIONS[0], GREEDY), []
+    next(outer)
+    inner = llm.stream(QUESTIONS[1], GREEDY)
+    next(inner)
+    texts.append(llm.generate(QUESTIONS[2], GREEDY)[0].outputs[0].text)
+    for _ in llm.stream(QUESTIONS, GREEDY):
+        break
+    with pytest.raises(RequestError):
+        llm.generate([QUESTIONS[0], [-1]], GREEDY)
+    for stream in (inner, outer):
+        last = list(stream)[-1]
+        assert last.finished and last.request_id == "0"
+        texts.append(last.outputs[0].text)
+    assert texts == [whole[2], whole[1], whole[0]]
+    assert idle(llm) and not llm.engine.has_unfinished
+
+
+@pytest.mark.parametrize("params", ["x", 5, [5, 5], [GREEDY, None], {"max_tokens": 5}, [GREEDY]])
+def test_what_are_no_parameters_leave_nothing_queued(llm: LLM, params: Any) -> None:
+    with pytest.raises(RequestError):
+        llm.generate(QUESTIONS[:2], params)
+    assert idle(llm) and not llm.engine.has_unfinished
+
+
 def test_a_seed_fixes_the_text_whatever_runs_beside_it(llm: LLM) -> None:
     params = SamplingParams(temperature=0.9, top_p=0.9, seed=7, max_tokens=10, ignore_eos=True)
     alone = llm.generate(QUESTIONS[0], params)[0].outputs[0].token_ids
