@@ -13,8 +13,9 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 run: .venv/installed
 	$(BIN)/blocktable generate smollm2 --prompts examples/prompts.jsonl
 
+# one worker a core, one thread a worker: more threads than cores wait for each other
 test: .venv/installed-dev
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 serve: .venv/installed
 	$(BIN)/blocktable serve smollm2
