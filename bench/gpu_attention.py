@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from gpu_cases import DECODE, PREFILL, SHARED, Built, Case, build, error_against_float64
+from gpu_cases import DECODE, KINDS, PREFILL, SHARED, Built, Case, build, error_against_float64
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from blocktable.attention.plan import plan_attention
@@ -61,11 +61,11 @@ def microseconds(runs: list[Run], seconds: float = 0.25) -> float:
 
 def ours(built: Built, *, share: bool = True) -> Run:
     """Our kernels with a plan made beforehand, as a decode step makes one for all layers."""
-    k, v = built.cache[:, 0], built.cache[:, 1]
+    k, v = built.k_cache, built.v_cache
     config = plan_config(built.query, k, v, share=share)
     host = plan_attention(config, built.starts, built.lens, built.host_table)
     plan = upload_plan(host, config, v.shape[3], built.query.device)
-    out = torch.empty_like(built.query)
+    out = built.query.new_empty((*built.query.shape[:2], v.shape[3]))
     starts = torch.from_numpy(built.starts).cuda()
     lens = torch.from_numpy(built.lens).cuda()
     scale = built.case.head_size**-0.5
@@ -78,9 +78,21 @@ def ours(built: Built, *, share: bool = True) -> Run:
     return run
 
 
+def plan_ms(built: Built, share: bool = True) -> float:
+    """Median host time of making the plan, with or without looking for shared prefixes."""
+    config = plan_config(built.query, built.k_cache, built.v_cache, share=share)
+    times = []
+    for _ in range(9):
+        before = time.perf_counter()
+        plan_attention(config, built.starts, built.lens, built.host_table)
+        times.append(1e3 * (time.perf_counter() - before))
+    return sorted(times)[len(times) // 2]
+
+
 def contiguous(case: Case) -> Run | None:
     """SDPA over contiguous keys and values: no pages at all. None where it cannot say the case."""
-    if not case.uniform or case.shared or 1 < case.queries < case.lens[0]:
+    odd = case.latent or case.kv_dtype != torch.bfloat16
+    if odd or not case.uniform or case.shared or 1 < case.queries < case.lens[0]:
         return None
     rows, length = len(case.lens), case.lens[0]
     q = torch.randn(rows, case.heads, case.queries, case.head_size, device="cuda").bfloat16()
@@ -108,6 +120,8 @@ def flashinfer(built: Built) -> Run | None:
     except ImportError:
         return None
     case, size = built.case, built.case.block_size
+    if case.latent or case.kv_dtype != torch.bfloat16:
+        return None
     counts = -(-built.lens // size)
     indptr = torch.zeros(len(counts) + 1, dtype=torch.int32)
     indptr[1:] = torch.from_numpy(counts).cumsum(0)
@@ -139,6 +153,8 @@ def measure(case: Case, peers: str) -> dict[str, object]:
     if not row["error"] < LIMIT:
         raise SystemExit(f"{case.name}: error {row['error']} against float64")
     row["ours"] = microseconds(runs)
+    if case.queries == 1:
+        row["plan ms"], row["plan ms, not sharing"] = plan_ms(built[0]), plan_ms(built[0], False)
     if case.shared:
         row["ours, not sharing"] = microseconds([ours(each, share=False) for each in built])
     if peers == "all" and (peer := [flashinfer(each) for each in built])[0] is not None:
@@ -198,7 +214,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.manual_seed(0)
     rows = []
-    for case in (*DECODE, *SHARED, *PREFILL):
+    for case in (*DECODE, *KINDS, *SHARED, *PREFILL):
         if options.only in case.name:
             row = measure(case, options.peers)
             show(case, row)

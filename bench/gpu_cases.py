@@ -24,6 +24,8 @@ class Case:
     shared: int = 0
     target: float = 0.0
     block_size: int = BLOCK
+    kv_dtype: torch.dtype = torch.bfloat16
+    latent: int = 0  # values are the first so many elements of the keys (MLA); 0: their own tensor
 
     @property
     def uniform(self) -> bool:
@@ -31,9 +33,10 @@ class Case:
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of keys and values that must be read once, bfloat16."""
+        """Bytes of keys and values that must be read once."""
         keys = self.shared + sum(n - self.shared for n in self.lens)
-        return keys * self.kv_heads * self.head_size * 4
+        tensors = 1 if self.latent else 2
+        return keys * self.kv_heads * self.head_size * tensors * self.kv_dtype.itemsize
 
     @property
     def flops(self) -> float:
@@ -58,6 +61,15 @@ DECODE = (
     Case("B8 x 512, 32/8, in the cache", (512,) * 8, target=8),
     Case("B64 x 4096, 32/8, page 128", (4096,) * 64, block_size=128, target=250),
 )
+KINDS = (
+    Case("B64 x 4096, 32/8, fp8 cache", (4096,) * 64, kv_dtype=torch.float8_e4m3fn),
+    Case("B64 x 4096, 128/1, latent 576/512", (4096,) * 64, heads=128, kv_heads=1, head_size=576,
+         latent=512),
+    Case("B64 x 4096, 32/8, head 64", (4096,) * 64, head_size=64),
+    Case("B64 x 4096, 32/8, head 256", (4096,) * 64, head_size=256),
+    Case("B64 x 4352, 32/8, page 544", (4352,) * 64, block_size=544),
+)  # fmt: skip
+"""Kinds without a target, to see that none falls off."""
 SHARED = (
     Case("B256: 4096 shared + 512", (4608,) * 256, shared=4096, target=180),
     Case("B64: 16384 shared + 256", (16640,) * 64, shared=16384, target=80),
@@ -75,7 +87,9 @@ class Built:
     """Tensors of a case on the device, the table on the host too."""
 
     case: Case
-    cache: torch.Tensor  # [N, 2, Hkv, bs, D]
+    k_cache: torch.Tensor  # [N, Hkv, bs, D]
+    v_cache: torch.Tensor  # [N, Hkv, bs, Dv]
+    cache: torch.Tensor  # both in one: [N, 2, Hkv, bs, D]
     table: torch.Tensor  # int32 [n, W]
     host_table: np.ndarray
     query: torch.Tensor  # [T, Hq, D]
@@ -93,9 +107,12 @@ def build(case: Case, device: str = "cuda", *, copies: int = 1) -> list[Built]:
     width = int(counts.max())
     each = shared + int((counts - shared).sum())
     blocks = 1 + each * copies
-    shape = (blocks, 2, case.kv_heads, size, case.head_size)
+    shape = (blocks, 1 if case.latent else 2, case.kv_heads, size, case.head_size)
     cache = torch.randn(shape, device=device, dtype=torch.bfloat16)
     cache[0] = float("nan")
+    cache = cache.to(case.kv_dtype)
+    k_cache = cache[:, 0]
+    v_cache = k_cache[..., : case.latent] if case.latent else cache[:, 1]
     ids = rng.permutation(np.arange(1, blocks)).astype(np.int32).reshape(copies, each)
     made = []
     for copy in range(copies):
@@ -110,8 +127,10 @@ def build(case: Case, device: str = "cuda", *, copies: int = 1) -> list[Built]:
             device=device, dtype=torch.bfloat16,
         )  # fmt: skip
         starts = np.arange(len(lens) + 1, dtype=np.int32) * case.queries
-        made.append(Built(case, cache, torch.from_numpy(table).to(device), table, query,
-                          starts, lens.astype(np.int32)))  # fmt: skip
+        made.append(
+            Built(case, k_cache, v_cache, cache, torch.from_numpy(table).to(device), table, query,
+                  starts, lens.astype(np.int32))
+        )  # fmt: skip
     return made
 
 
@@ -124,8 +143,8 @@ def error_against_float64(built: Built, out: torch.Tensor) -> float:
         length = case.lens[row]
         at = torch.arange(length, device=out.device)
         blocks = built.table[row].long()[at // case.block_size]
-        keys = built.cache[blocks, 0, :, at % case.block_size].double()  # [L, Hkv, D]
-        values = built.cache[blocks, 1, :, at % case.block_size].double()
+        keys = built.k_cache[blocks, :, at % case.block_size].double()  # [L, Hkv, D]
+        values = built.v_cache[blocks, :, at % case.block_size].double()
         for i in sorted({0, case.queries // 2, case.queries - 1}):
             token = int(built.starts[row]) + i
             seen = length - case.queries + i + 1

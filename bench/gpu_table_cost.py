@@ -28,7 +28,7 @@ TOKENS = 1 << 20
 
 @triton.jit
 def _blocks(pages, key, row, kv_start, first_id, staged, MODE: tl.constexpr, WIDTH: tl.constexpr,
-            TILE: tl.constexpr, BS: tl.constexpr):  # fmt: skip
+            STAGED: tl.constexpr, TILE: tl.constexpr, BS: tl.constexpr):  # fmt: skip
     """Block ids of one tile, int64 [TILE]."""
     if MODE == 0:  # none: the table is the identity
         block = row * WIDTH + key // BS
@@ -40,7 +40,8 @@ def _blocks(pages, key, row, kv_start, first_id, staged, MODE: tl.constexpr, WID
             entry = tl.load(pages + tl.min(key, 0) // BS + page, volatile=True)
             block = tl.where((key - tl.min(key, 0)) // BS == page, entry, block)
     elif MODE == 3:  # shared: the row's entries staged on chip, picked from there
-        block = tl.gather(staged, tl.minimum((key - kv_start) // BS, WIDTH - 1), 0)
+        # a pipelined loop also picks for tiles past the end: stay inside what is staged
+        block = tl.gather(staged, tl.minimum((key - kv_start) // BS, STAGED - 1), 0)
     else:  # in item: ids of short rows come with the work item
         block = first_id + (key - kv_start) // BS
     return block.to(tl.int64)
@@ -77,7 +78,9 @@ def decode(
             block = ahead.to(tl.int64)
             ahead = tl.load(pages + tl.minimum(key + TILE, length - 1) // BS)
         else:
-            block = _blocks(pages, key, row, kv_start, first_id, staged, MODE, WIDTH, TILE, BS)
+            block = _blocks(
+                pages, key, row, kv_start, first_id, staged, MODE, WIDTH, STAGED, TILE, BS
+            )
         if WALK:
             seen += block
         else:
@@ -97,15 +100,12 @@ def decode(
 
 
 CHASE = r"""
-extern "C" __global__ void chase(const int* next, long long* out, int steps, int shared_words) {
+extern "C" __global__ void chase(
+    const int* next, long long* out, int warm, int steps, int shared_words) {
     extern __shared__ int near[];
-    const int* from = next;
-    if (shared_words) {
-        for (int i = 0; i < shared_words; ++i) near[i] = next[i];
-        from = near;
-    }
+    for (int i = 0; i < shared_words; ++i) near[i] = next[i];
     int at = 0;
-    for (int i = 0; i < 64; ++i) at = from[at];
+    for (int i = 0; i < warm; ++i) at = next[at];
     long long start = clock64();
     if (shared_words) for (int i = 0; i < steps; ++i) at = near[at];
     else for (int i = 0; i < steps; ++i) at = next[at];
@@ -115,7 +115,17 @@ extern "C" __global__ void chase(const int* next, long long* out, int steps, int
 """
 
 
-def latencies() -> dict[str, float]:
+CHAINS = {  # words of the chain, step between its links, loads before the clock starts
+    "shared memory": (2048, 33, 64),
+    "L1": (2048, 33, 4096),
+    "L2": (4 << 20, 32 * 1031, 64),
+    "device memory": (256 << 20, 32 * 65537, 64),
+}
+"""The cached chains lie within their level; a launch starts with an empty L1, and the last chain is
+too long for the L2."""
+
+
+def latencies(steps: int = 2048) -> dict[str, float]:
     """Cycles of one dependent load, by where the chain lies. Needs CuPy (its run-time compiler)."""
     try:
         import cupy
@@ -123,18 +133,17 @@ def latencies() -> dict[str, float]:
         return {}
     kernel = cupy.RawKernel(CHASE, "chase")
     found = {}
-    for name, words, stride in (
-        ("shared memory", 2048, 33), ("L1", 2048, 33), ("L2", 4 << 20, 32 * 1031),
-        ("device memory", 256 << 20, 32 * 65537),
-    ):  # fmt: skip
+    for name, (words, stride, warm) in CHAINS.items():
         chain = ((torch.arange(words, device="cuda") + stride) % words).int()
-        torch.cuda.synchronize()
         out = torch.zeros(2, dtype=torch.int64, device="cuda")
-        steps = 2048
+        torch.cuda.synchronize()
         size = words if name == "shared memory" else 0
         near = cupy.from_dlpack(chain), cupy.from_dlpack(out)
-        for _ in range(2 if name != "device memory" else 1):
-            kernel((1,), (1,), (*near, cupy.int32(steps), cupy.int32(size)), shared_mem=size * 4)
+        for _ in range(2 if name == "L2" else 1):
+            kernel(
+                (1,), (1,), (*near, cupy.int32(warm), cupy.int32(steps), cupy.int32(size)),
+                shared_mem=size * 4,
+            )  # fmt: skip
         cupy.cuda.Device().synchronize()
         found[name] = out[0].item() / steps
     return found
@@ -194,6 +203,13 @@ def main() -> None:
     torch.manual_seed(0)
     shape = (TOKENS // BS, 2, HKV, BS, D)
     cache = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+    record: dict[str, object] = {
+        "device": torch.cuda.get_device_name(), "date": time.strftime("%Y-%m-%d"),
+        "command": "python " + " ".join(sys.argv), "unit": "microseconds",
+    }  # fmt: skip
+    if not options.walk:
+        record["cycles of a dependent load"] = latencies()
+        print(record["cycles of a dependent load"], flush=True)
     rows = []
     for length in (32, 256, 1024, 4096, 16384, 65536, 262144, 1048576):
         problem = Problem(length)
@@ -205,12 +221,7 @@ def main() -> None:
         print(rows[-1], flush=True)
     if options.walk:
         return
-    record = {
-        "device": torch.cuda.get_device_name(), "date": time.strftime("%Y-%m-%d"),
-        "command": "python " + " ".join(sys.argv), "unit": "microseconds",
-        "cycles of a dependent load": latencies(), "rows": rows,
-    }  # fmt: skip
-    print(record["cycles of a dependent load"])
+    record["rows"] = rows
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(record, indent=1) + "\n")
 
