@@ -12,7 +12,8 @@ depends on the seed and the position alone. A draft is accepted while it equals 
 output is the same, whoever proposes. Rejected drafts were written to slots beyond the known tokens;
 the scheduler gives their blocks back, and no key is ever given for them.
 
-Penalties and JSON schemas change with every token drawn, so requests with them get no drafts.
+Penalties and guides (JSON schemas, grammars) change with every token drawn, so requests with them
+get no drafts.
 Source: greedy case of Leviathan et al., "Fast inference from transformers via speculative decoding"
 (ICML 2023); with counter-based draws the sampled case needs no rejection sampling.
 """
@@ -99,7 +100,7 @@ def may_draft(params: SamplingParams) -> bool:
         or params.presence_penalty != 0.0
         or params.frequency_penalty != 0.0
     )
-    return not penalised and params.json_schema is None
+    return not penalised and params.guide is None
 
 
 def make_proposer(options: EngineOptions, vocab_size: int) -> DraftProposer | None:

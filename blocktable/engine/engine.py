@@ -21,8 +21,9 @@ import numpy as np
 from blocktable.core.errors import RequestError
 from blocktable.engine.detokenize import Detokenizer
 from blocktable.engine.drafts import draws, may_draft, verify
-from blocktable.engine.outputs import RequestOutput, TokenLogprobs
+from blocktable.engine.outputs import FinishReason, RequestOutput, TokenLogprobs
 from blocktable.engine.params import SamplingParams, check_prompt_ids
+from blocktable.engine.prompt_scores import PromptLines, PromptScores, prompt_lines, score
 from blocktable.engine.sampling import Sampler, SamplerOutput
 from blocktable.engine.tracking import Completion, Tracked, logprobs_by_line
 from blocktable.sched.output import SchedulerOutput, StepResult
@@ -30,6 +31,8 @@ from blocktable.sched.request import Request, RequestStatus
 from blocktable.sched.scheduler import Scheduler
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from blocktable.engine.kv_layout import KVLayout
     from blocktable.engine.runner import ModelRunner
 
@@ -53,6 +56,7 @@ class Launched(NamedTuple):
     """[m] who draws, with several steps in flight: a row may have changed hands when it ends."""
     tokens: Callable[[], np.ndarray] | None = None
     """Waits for the sampled tokens and returns them, int64 [m]."""
+    scores: PromptScores | None = None
 
 
 class Engine:
@@ -79,6 +83,8 @@ class Engine:
         self._launched: deque[Launched] = deque()
         self.on_schedule: Callable[[SchedulerOutput], None] | None = None
         self._aborted: list[Tracked] = []
+        self._num_scored = 0  # requests ever added that want log probabilities of their prompt
+        self._scoring: set[str] = set()
         self._depth = scheduler.config.max_steps_in_flight
 
     @property
@@ -132,8 +138,20 @@ class Engine:
         arrival = time.monotonic() if arrival is None else arrival
         seed = self.sampler.fresh_seed() if params.seed is None else params.seed
         tracked = Tracked(request_id, text, tokens, params, seed, streaming, arrival)
+        if params.prompt_logprobs is not None:
+            salt = self._score_prompt(tracked, salt)
         self.scheduler.add(self._request(tracked, priority, salt))
         self._tracked[request_id] = tracked
+
+    def _score_prompt(self, tracked: Tracked, salt: str | None) -> str:
+        """Collect the prompt's log probabilities; returns a salt that no other request has."""
+        if not getattr(self.runner, "scores_prompts", True):
+            raise RequestError("prompt_logprobs is not available with several ranks")
+        none: list[TokenLogprobs | None] = [None]
+        tracked.prompt_logprobs = none * len(tracked.prompt_token_ids)
+        self._num_scored += 1
+        self._scoring.add(tracked.request_id)
+        return f"{salt or ''}\0prompt_logprobs {self._num_scored} {tracked.seed}"
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text; RequestError where the model has no tokenizer."""
@@ -144,13 +162,35 @@ class Engine:
     def abort(self, request_ids: Iterable[str]) -> None:
         """End requests with all their completions; each is reported once more, as aborted."""
         for request_id in request_ids:
-            tracked = self._tracked.pop(request_id, None)
-            if tracked is None:
+            self._end(request_id, "abort", None)
+
+    def _end(self, request_id: str, reason: FinishReason, why: str | None) -> None:
+        """End what is left of a request; it is reported by the next step."""
+        tracked = self._tracked.pop(request_id, None)
+        if tracked is None:
+            return
+        self._scoring.discard(request_id)
+        names = [request_id, *(f"{request_id}#{i}" for i in range(1, tracked.params.n))]
+        self.scheduler.finish(names, reason)
+        for completion in tracked.completions:
+            if not completion.output.finished:
+                self._finish(completion, reason, None)
+                completion.output.stop_reason = why
+        self._aborted.append(tracked)
+
+    def _end_failed(self) -> None:
+        """End the requests whose guide could not be followed in the step just launched."""
+        failed = self.sampler.failed_rows
+        for row, why in failed.items():
+            request: Request | None = self.scheduler.requests[row]
+            if request is None:  # ended just now, with another of its completions
                 continue
-            names = [request_id, *(f"{request_id}#{i}" for i in range(1, tracked.params.n))]
-            self.scheduler.finish(names, "abort")
-            self._end_all(tracked, "abort")
-            self._aborted.append(tracked)
+            tracked: Tracked = request.params
+            tracked.start(request.index, self.detokenizer, request)
+            guide = tracked.params.guide
+            kind = "the guide" if guide is None else guide.kind
+            self._end(tracked.request_id, "error", f"{kind} cannot be followed: {why}")
+        failed.clear()
 
     def _request(self, tracked: Tracked, priority: int, salt: str | None) -> Request:
         params, eos = tracked.params, self.limits.eos_token_ids
@@ -172,6 +212,8 @@ class Engine:
         """Run one step; returns the requests that gained tokens (streaming ones) or ended."""
         while len(self._launched) < self._depth and self._may_launch():
             self._launch()
+            if self.sampler.failed_rows:
+                self._end_failed()
         outputs = [tracked.to_output() for tracked in self._aborted]
         self._aborted.clear()
         if self._launched:
@@ -192,8 +234,12 @@ class Engine:
             self.on_schedule(output)
         self._place_rows(output)
         try:
-            logits = self.runner.execute(output)
-            sampled = tokens = None
+            scores = sampled = tokens = None
+            lines = self._prompt_lines(output)
+            if lines is None:
+                logits = self.runner.execute(output)
+            else:
+                logits, scores = self._run_scoring(output, lines)
             if logits is not None:
                 rows, positions = draws(output)
                 sampled = self.sampler.sample(logits, rows, positions)
@@ -206,7 +252,21 @@ class Engine:
             self._launched.clear()
             raise
         who = self.scheduler.requests[output.sample_rows] if self._depth > 1 else None
-        self._launched.append(Launched(output, sampled, who, tokens))
+        self._launched.append(Launched(output, sampled, who, tokens, scores))
+
+    def _prompt_lines(self, output: SchedulerOutput) -> PromptLines | None:
+        if not self._scoring:
+            return None
+        return prompt_lines(output, self.scheduler.requests[output.rows].tolist())
+
+    def _run_scoring(
+        self, output: SchedulerOutput, lines: PromptLines
+    ) -> tuple[Tensor | None, PromptScores]:
+        """The step's logits to draw from, and the scores of prompt tokens."""
+        logits = self.runner.execute(output, lines.at)
+        count = len(logits) - len(lines.at)  # type: ignore[arg-type]
+        scores = score(logits[count:], lines)  # type: ignore[index]
+        return (logits[:count] if count else None), scores  # type: ignore[index]
 
     def _place_rows(self, output: SchedulerOutput) -> None:
         """Tell the sampler who is in which row."""
@@ -231,6 +291,8 @@ class Engine:
     def _collect(self, launched: Launched) -> list[RequestOutput]:
         """Wait for a step's tokens and hand them out."""
         sampled, logprobs = launched.sampled, None
+        if launched.scores is not None:
+            launched.scores.hand_out(self.detokenizer)
         tokens = _NO_TOKENS if launched.tokens is None else launched.tokens()
         if sampled is not None and sampled.logprobs is not None:
             logprobs = logprobs_by_line(sampled.logprobs, tokens, self.detokenizer)
@@ -320,11 +382,6 @@ class Engine:
         if stop_token is not None and stop_token not in self.limits.eos_token_ids:
             output.stop_reason = stop_token
 
-    def _end_all(self, tracked: Tracked, reason: Any) -> None:
-        for completion in tracked.completions:
-            if not completion.output.finished:
-                self._finish(completion, reason, None)
-
     def _report(self, touched: dict[str, Tracked]) -> list[RequestOutput]:
         outputs = []
         for request_id, tracked in touched.items():
@@ -333,6 +390,7 @@ class Engine:
             done = tracked.finished
             if done:
                 del self._tracked[request_id]
+                self._scoring.discard(request_id)
             if done or tracked.streaming:
                 outputs.append(tracked.to_output())
         return outputs

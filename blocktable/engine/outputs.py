@@ -35,7 +35,8 @@ class CompletionOutput:
 
     ``finish_reason`` is None while it runs: "stop" (end of sequence, stop token or stop string;
     ``stop_reason`` is the token id or the string, None for the model's own end of sequence),
-    "length", or "abort".
+    "length", "abort", or "error" (a guide could not be followed any further; ``stop_reason`` says
+    why).
     """
 
     index: int
@@ -72,6 +73,8 @@ class RequestOutput:
     """A request after a step. ``outputs`` are in the order of their index.
 
     ``num_cached_tokens`` counts prompt tokens that were found in the prefix cache.
+    ``prompt_logprobs`` has an entry for each token of the prompt, None for the first and for those
+    not computed yet; None where ``SamplingParams.prompt_logprobs`` did not ask.
     """
 
     request_id: str
@@ -81,3 +84,4 @@ class RequestOutput:
     finished: bool = False
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
     num_cached_tokens: int = 0
+    prompt_logprobs: list[TokenLogprobs | None] | None = None

@@ -6,10 +6,11 @@ one that passed ``check_model`` fits the model it runs on.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from blocktable.core.errors import RequestError
 
@@ -32,6 +33,17 @@ class SamplingLimits:
 
 
 DEFAULT_LIMITS = SamplingLimits()
+GuideKind = Literal["json_schema", "regex", "choice", "grammar"]
+GUIDE_KINDS: tuple[GuideKind, ...] = ("json_schema", "regex", "choice", "grammar")
+
+
+class Guide(NamedTuple):
+    """What an output must follow; ``text`` of a choice is a JSON list of its strings."""
+
+    kind: GuideKind
+    text: str
+
+
 _INT64 = 2**63
 
 
@@ -112,6 +124,15 @@ def _logit_bias(value: object, limits: SamplingLimits) -> dict[int, float]:
     return bias
 
 
+def _choices(value: object) -> tuple[str, ...]:
+    if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Sequence) or not value:
+        raise RequestError(f"choice must be a list of at least 1 string, got {value!r}")
+    for i, text in enumerate(value):
+        if not isinstance(text, str) or not text:
+            raise RequestError(f"choice[{i}] must be a string that is not empty, got {text!r}")
+    return tuple(value)
+
+
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """How to pick the next token, when to stop, and what to report.
@@ -142,12 +163,19 @@ class SamplingParams:
         logprobs: report this many most likely tokens (and the chosen one) at each position;
             0 reports the chosen token alone, None nothing. They are of the model's own
             distribution, before anything above changes it.
+        prompt_logprobs: the same for each token of the prompt but the first, which nothing
+            comes before. The whole prompt is computed for it: cached blocks are not used, and its
+            blocks are not found by others.
         logit_bias: added to the logits of these token ids.
         allowed_token_ids: if given, only these may be drawn.
         bad_token_ids: these are never drawn.
         skip_special_tokens: leave special tokens out of the text.
         include_stop_str_in_output: keep the stop string in the text.
-        json_schema: constrain the output to this JSON schema (a JSON text); needs llguidance.
+        json_schema: constrain the output to this JSON schema (a JSON text); needs llguidance, as
+            do the next three. At most one of the four may be given.
+        regex: constrain the output to this regular expression (Rust's syntax).
+        choice: constrain the output to one of these strings.
+        grammar: constrain the output to this context-free grammar (Lark's syntax).
 
     Raises:
         RequestError: names the field, the value and its limit.
@@ -168,18 +196,23 @@ class SamplingParams:
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     logit_bias: Mapping[int, float] | None = None
     allowed_token_ids: Sequence[int] | None = None
     bad_token_ids: Sequence[int] = ()
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     json_schema: str | None = None
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    grammar: str | None = None
     limits: SamplingLimits = field(default=DEFAULT_LIMITS, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         self._check_counts()
         self._check_distribution()
         self._check_lists()
+        self._check_guide()
 
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
@@ -195,9 +228,10 @@ class SamplingParams:
             )
         if self.seed is not None:
             self._set("seed", _integer("seed", self.seed, -_INT64, _INT64 - 1))
-        if self.logprobs is not None:
-            limit = self.limits.max_logprobs
-            self._set("logprobs", _integer("logprobs", self.logprobs, 0, limit))
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                limit = self.limits.max_logprobs
+                self._set(name, _integer(name, getattr(self, name), 0, limit))
         for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(f"{name} must be true or false, got {getattr(self, name)!r}")
@@ -229,14 +263,39 @@ class SamplingParams:
             if set(allowed) <= set(self.bad_token_ids):
                 raise RequestError("bad_token_ids forbids every token of allowed_token_ids")
             self._set("allowed_token_ids", allowed)
-        if self.json_schema is not None:
-            if not isinstance(self.json_schema, str):
-                raise RequestError(f"json_schema must be a JSON text, got {self.json_schema!r}")
-            size = len(self.json_schema.encode("utf-8", "surrogatepass"))
-            if size > limits.max_schema_bytes:
-                raise RequestError(
-                    f"json_schema has {size} bytes, the limit is {limits.max_schema_bytes}"
-                )
+
+    def _check_guide(self) -> None:
+        given = [name for name in GUIDE_KINDS if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise RequestError(f"{given[1]} cannot be combined with {given[0]}")
+        if self.choice is not None:
+            self._set("choice", _choices(self.choice))
+        guide = self.guide
+        if guide is None:
+            return
+        if not isinstance(guide.text, str) or not guide.text:
+            raise RequestError(f"{guide.kind} must be a text that is not empty, got {guide.text!r}")
+        try:
+            size = len(guide.text.encode())
+        except UnicodeEncodeError as error:
+            raise RequestError(
+                f"{guide.kind} is not valid Unicode at character {error.start}"
+            ) from None
+        if size > self.limits.max_schema_bytes:
+            raise RequestError(
+                f"{guide.kind} has {size} bytes, the limit is {self.limits.max_schema_bytes}"
+            )
+
+    @property
+    def guide(self) -> Guide | None:
+        """What the output must follow, if anything."""
+        if self.choice is not None:
+            return Guide("choice", json.dumps(self.choice, ensure_ascii=False))
+        for kind in GUIDE_KINDS:
+            text = getattr(self, kind)
+            if text is not None:
+                return Guide(kind, text)
+        return None
 
     @property
     def greedy(self) -> bool:

@@ -98,10 +98,13 @@ class ModelRunner:
         self._last_tokens = torch.zeros(num_rows, dtype=torch.int64, device=self.device)
 
     @torch.inference_mode()
-    def execute(self, output: SchedulerOutput) -> torch.Tensor | None:
+    def execute(
+        self, output: SchedulerOutput, also: NDArray[np.int64] | None = None
+    ) -> torch.Tensor | None:
         """Move the step's blocks and run it. Returns logits [m, V], one line for each of
-        ``output.sample_rows`` (with drafts one for each of ``draw_lines``), or None if nothing is
-        sampled. Does not wait for a GPU."""
+        ``output.sample_rows`` (with drafts one for each of ``draw_lines``) and, behind them, one
+        for each place in the flattened batch that ``also`` names; None if there is no line. Does
+        not wait for a GPU."""
         self.memory.swap_out(output.swap_out)
         self.memory.swap_in(output.swap_in)
         self.memory.copy(output.copies)
@@ -109,7 +112,10 @@ class ModelRunner:
             self._enter_states(output)
         if output.is_empty:
             return None
-        logits = self._forward(output, build_inputs(output, self.manager.tokens))
+        inputs = build_inputs(output, self.manager.tokens)
+        if also is not None:
+            inputs = inputs._replace(logits_at=np.concatenate([inputs.logits_at, also]))
+        logits = self._forward(output, inputs)
         if self._mixers.modules:
             self._fork_states(output, running=False)
         return logits

@@ -48,6 +48,7 @@ class Tracked:
     arrival: float
     completions: list[Completion] = field(default_factory=list)
     num_cached_tokens: int = 0
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
 
     @property
     def finished(self) -> bool:
@@ -75,6 +76,7 @@ class Tracked:
             self.request_id, self.prompt, self.prompt_token_ids,
             [completion.output for completion in self.completions],
             finished=done, metrics=self._metrics(), num_cached_tokens=self.num_cached_tokens,
+            prompt_logprobs=self.prompt_logprobs,
         )  # fmt: skip
 
     def _metrics(self) -> RequestMetrics:

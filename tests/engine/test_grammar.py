@@ -1,14 +1,17 @@
 """Output under a JSON schema is always JSON of that schema, whatever the logits say."""
 
 import json
+import time
 
 import numpy as np
 import pytest
 import torch
 from test_detokenize import byte_level
+from transformers import LlamaConfig, LlamaForCausalLM
 
+from blocktable import LLM
 from blocktable.core.errors import RequestError
-from blocktable.engine.params import SamplingParams
+from blocktable.engine.params import Guide, SamplingParams
 from blocktable.engine.sampling import Sampler
 from blocktable.engine.sampling.grammar import GrammarRows
 
@@ -86,9 +89,82 @@ def test_rows_beside_it_and_later_occupants_are_free():
 )
 def test_a_schema_that_cannot_be_followed_is_refused(schema):
     with pytest.raises(RequestError, match="json_schema cannot be followed"):
-        GrammarRows(TOKENIZER, V, [END]).check(schema)
+        GrammarRows(TOKENIZER, V, [END]).check(Guide("json_schema", schema))
 
 
 def test_without_a_tokenizer_a_schema_is_refused():
     with pytest.raises(RequestError, match="needs a tokenizer"):
         Sampler(1, V).check(SamplingParams(json_schema=SCHEMA))
+
+
+BOMBS = [
+    Guide("json_schema", '{"$ref": "#"}'),
+    Guide("json_schema", '{"allOf": [{"$ref": "#"}]}'),
+    Guide("json_schema", json.dumps(
+        {"type": "object", "allOf": [{"anyOf": [{"properties": {f"{c}{i}": {"type": "string"}}}
+         for c in "ab"]} for i in range(20)]})),
+    Guide("regex", "((("), Guide("regex", "(" * 3000 + "a" + ")" * 3000),
+    Guide("regex", "(.?)" * 3000), Guide("grammar", "start: start"), Guide("grammar", "nonsense"),
+    Guide("grammar", "start: nope"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("guide", BOMBS, ids=lambda g: g.text[:24])
+def test_a_guide_that_is_too_large_or_allows_nothing_is_refused_in_time(guide):
+    start = time.perf_counter()
+    with pytest.raises(RequestError, match=f"{guide.kind} cannot be followed"):
+        GrammarRows(TOKENIZER, V, [END]).check(guide)
+    assert time.perf_counter() - start < 5
+
+
+@pytest.mark.parametrize(
+    ("fields", "texts"),
+    [
+        ({"regex": "[ab]{3}-(x|y)"}, {a + b + c + "-" + d for a in "ab" for b in "ab" for c in "ab"
+                                      for d in "xy"}),
+        ({"choice": ["yes", 'no "sir"', "é\n"]}, {"yes", 'no "sir"', "é\n"}),
+        ({"grammar": 'start: "<" inner ">"\ninner: "a" | "b"'}, {"<a>", "<b>"}),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("seed", range(3))
+def test_every_text_follows_the_regex_choice_or_grammar(fields, texts, seed):
+    sampler = make()
+    sampler.add_row(1, SamplingParams(temperature=1, seed=seed, **fields), [1])
+    assert TOKENIZER.decode(finish(sampler, 1, [], seed)[:-1]) in texts
+
+
+def test_one_guide_at_most_and_each_is_checked():
+    for fields, words in [
+        ({"regex": "a", "json_schema": "{}"}, "cannot be combined"), ({"regex": ""}, "regex"),
+        ({"choice": []}, "choice"), ({"choice": [""]}, "choice"), ({"choice": "ab"}, "choice"),
+        ({"grammar": 5}, "grammar"), ({"regex": "a" * 300_000}, "262144"),
+        ({"regex": "\ud800"}, "Unicode"), ({"choice": ["\ud800"]}, "Unicode"),
+    ]:  # fmt: skip
+        with pytest.raises(RequestError, match=words):
+            SamplingParams(**fields)
+
+
+def tiny_llama():
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=V, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128,
+        bos_token_id=None, eos_token_id=END,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).eval()
+
+
+def test_a_guide_that_fails_later_ends_its_own_request_alone():
+    llm = LLM(tiny_llama(), tokenizer=TOKENIZER, block_size=4, num_blocks=60, max_model_len=64)
+    # 3,000 properties that may come in any number: too many for one place in the text
+    schema = {"type": "object", "properties": {f"k{i}": {"type": "string"} for i in range(3000)}}
+    guided = SamplingParams(max_tokens=20, json_schema=json.dumps(schema), n=2, seed=1)
+    plain = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
+    failed, other = llm.generate([[1, 2, 3], [4, 5]], [guided, plain])
+    reasons = {output.finish_reason for output in failed.outputs}
+    assert reasons == {"error"}
+    assert "json_schema cannot be followed" in failed.outputs[0].stop_reason
+    assert len(other.outputs[0].token_ids) == 20
+    assert llm.engine.manager.pool.used == 0
+    again = llm.generate([[4, 5]], plain)[0]
+    assert again.outputs[0].token_ids == other.outputs[0].token_ids

@@ -45,7 +45,7 @@ BAD = [
         {"allowed_token_ids": [1], "bad_token_ids": [1]},
         "bad_token_ids forbids every token of allowed_token_ids",
     ),
-    ({"json_schema": {}}, "json_schema must be a JSON text, got {}"),
+    ({"json_schema": {}}, "json_schema must be a text that is not empty, got {}"),
 ]
 
 

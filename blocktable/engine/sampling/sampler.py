@@ -35,6 +35,25 @@ class BatchLogprobs(NamedTuple):
     top_logprobs: Tensor  # [m, K] float32
 
 
+def batch_logprobs(
+    raw: Tensor, chosen: Tensor, batch_index: NDArray[np.int64], num_top: NDArray[np.int32]
+) -> BatchLogprobs:
+    """Log probabilities of ``chosen`` [m] int64 and of the most likely tokens under ``raw`` [m, V],
+    logits of any float type that nothing has changed."""
+    raw = raw.float()
+    norm = raw.logsumexp(-1, keepdim=True)  # [m, 1] float32
+    value = raw.gather(1, chosen.unsqueeze(-1))
+    top, ids = raw.topk(min(int(num_top.max()), raw.shape[-1]), dim=-1)
+    return BatchLogprobs(
+        batch_index=batch_index,
+        num_top=num_top,
+        chosen=(value - norm).squeeze(-1),
+        rank=(raw > value).sum(-1) + 1,
+        top_ids=ids,
+        top_logprobs=top - norm,
+    )
+
+
 class SamplerOutput(NamedTuple):
     """``token_ids`` [n] int64 on the logits' device; ``logprobs`` None if no row asked."""
 
@@ -80,7 +99,7 @@ class Sampler:
         device: where the logits are.
         eos_token_ids: the model's own end-of-sequence tokens, held back by ``min_tokens``.
         seed: seed for the seeds of requests that bring none; None takes the system's entropy.
-        grammars: needed for requests with a ``json_schema``.
+        grammars: needed for requests with a guide (``json_schema``, ``regex`` ...).
     """
 
     def __init__(
@@ -106,11 +125,13 @@ class Sampler:
         return int(self._seeds.integers(0, 2**63))
 
     def check(self, params: SamplingParams) -> None:
-        """Refuse, before anything is held, a JSON schema that cannot be followed (RequestError)."""
-        if params.json_schema is not None:
+        """Refuse, before anything is held, a guide that cannot be followed (RequestError). May be
+        called ahead of time from another thread."""
+        guide = params.guide
+        if guide is not None:
             if self.grammars is None:
-                raise RequestError("json_schema needs a tokenizer, this engine has none")
-            self.grammars.check(params.json_schema)
+                raise RequestError(f"{guide.kind} needs a tokenizer, this engine has none")
+            self.grammars.check(guide)
 
     def add_row(
         self,
@@ -129,8 +150,9 @@ class Sampler:
         """
         if self.grammars is not None:
             self.grammars.clear(np.array([row]))
-            if params.json_schema is not None:
-                self.grammars.add(row, params.json_schema, output_token_ids)
+            guide = params.guide
+            if guide is not None:
+                self.grammars.add(row, guide, output_token_ids)
         if params.seed is not None:
             seed = params.seed
         self.rows.set(
@@ -150,6 +172,11 @@ class Sampler:
             self.counts.release(rows)
             if self.grammars is not None:
                 self.grammars.clear(rows)
+
+    @property
+    def failed_rows(self) -> dict[int, str]:
+        """Rows whose guide cannot be followed any further, and why."""
+        return {} if self.grammars is None else self.grammars.failed
 
     @torch.inference_mode()
     def sample(
@@ -331,15 +358,5 @@ class Sampler:
     def _logprobs(self, raw: Tensor, tokens: Tensor, rows: RowIds, plan: _Plan) -> BatchLogprobs:
         """Log probabilities under the model's own distribution; ``raw`` [m, V] is unshaped."""
         num_top = self.rows.num_logprobs[rows[plan.logprobs]]
-        chosen = self._rows_of(tokens, plan.logprobs).unsqueeze(-1)
-        norm = raw.logsumexp(-1, keepdim=True)  # [m, 1] float32
-        value = raw.gather(1, chosen)
-        top, ids = raw.topk(min(int(num_top.max()), self.vocab_size), dim=-1)
-        return BatchLogprobs(
-            batch_index=plan.logprobs,
-            num_top=num_top,
-            chosen=(value - norm).squeeze(-1),
-            rank=(raw > value).sum(-1) + 1,
-            top_ids=ids,
-            top_logprobs=top - norm,
-        )
+        chosen = self._rows_of(tokens, plan.logprobs)
+        return batch_logprobs(raw, chosen, plan.logprobs, num_top)
