@@ -208,6 +208,8 @@ class DecodeEngine:
     def _ask(
         self, request_id: str, tokens: Any, params: SamplingParams, more: dict[str, Any]
     ) -> _Arriving | None:
+        if params.prompt_logprobs is not None:
+            return None  # its prompt must be computed where its scores are wanted
         manager = self._engine.manager
         try:
             sequence = manager.sequence(tokens, salt=more.get("salt"))

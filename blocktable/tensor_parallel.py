@@ -58,11 +58,13 @@ class LeadingRunner:
         self._runner, self._writer, self._channel = runner, writer, channel
         self._released: list[np.ndarray] = []
 
+    scores_prompts = False
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self._runner, name)
 
-    def execute(self, output: SchedulerOutput) -> torch.Tensor | None:
-        """See `ModelRunner.execute`."""
+    def execute(self, output: SchedulerOutput, also: None = None) -> torch.Tensor | None:
+        """See `ModelRunner.execute`. The other ranks are not told of more lines of logits."""
         moves = len(output.copies) + len(output.swap_in) + len(output.swap_out)
         if output.is_empty and not moves:
             self._released.append(output.released)  # told with the next step that runs
