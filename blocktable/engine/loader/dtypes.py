@@ -45,19 +45,6 @@ def choose_dtype(name: str, device: str) -> torch.dtype:
     return torch.bfloat16 if cpu_has_fast_bfloat16() else torch.float32
 
 
-def expects_bfloat16(name: str, device: str) -> bool:
-    """Whether :func:`choose_dtype` will say bfloat16, guessed without importing torch: from Linux's
-    list of CPU features for "auto" on a CPU."""
-    if name != "auto" or device != "cpu":
-        return name == "bfloat16"
-    try:
-        with open("/proc/cpuinfo", encoding="ascii", errors="replace") as file:
-            flags = next((line for line in file if line.startswith("flags")), "").split()
-    except OSError:
-        return False
-    return "amx_tile" in flags or "avx512_bf16" in flags
-
-
 def cpu_has_fast_bfloat16() -> bool:
     """True on a CPU with AMX tiles or AVX-512 BF16 instructions."""
     import torch

@@ -3,7 +3,7 @@
 The three types that most files use (Q4_0, Q4_1, Q8_0) and the plain float types have their own
 code, which works in chunks that stay in the L2 cache; all others go through gguf-py's block
 functions with the same chunking. Everything here is NumPy and releases the GIL for most of its
-time, so that a file can be read while torch and transformers are being imported.
+time, so that threads share the work.
 """
 
 from __future__ import annotations

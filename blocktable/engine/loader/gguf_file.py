@@ -67,6 +67,11 @@ class GGUFFile:
             raise LoadError(f"{self.path} does not name its architecture")
         return name
 
+    def read_ahead(self) -> None:
+        """Have the system read the tensors into memory in the background, where it can."""
+        if hasattr(mmap, "MADV_WILLNEED"):
+            self._map.madvise(mmap.MADV_WILLNEED)
+
     def _parse(self) -> None:
         magic, version = struct.unpack_from("<4sI", self._map, 0)
         if magic != b"GGUF":

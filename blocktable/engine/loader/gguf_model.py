@@ -10,7 +10,7 @@ dict.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -40,27 +40,7 @@ _READ_HERE = _KNOWN | {"qwen2moe", "qwen3moe", "gpt2"}
 """Those that are read here, with transformers' processors where they need one. The configs of all
 others take more than renaming keys: they load through transformers, slower."""
 
-Tensors = dict[str, "Future[NDArray[np.generic]]"]
-
-
-class GGUFReading:
-    """A GGUF file whose tensors are being de-quantised by ``threads`` threads.
-
-    Started before torch and transformers are imported, the two overlap: NumPy releases the GIL.
-    With ``to_bfloat16`` quantised tensors are rounded on the way (half the memory to write), where
-    nothing needs doing to their values afterwards.
-    """
-
-    def __init__(self, path: str, *, to_bfloat16: bool = False, threads: int = 2) -> None:
-        self.file = GGUFFile(path)
-        rounded = to_bfloat16 and self.file.architecture in _KNOWN
-        workers = ThreadPoolExecutor(threads, thread_name_prefix="gguf")
-        self.tensors: Tensors = {
-            name: workers.submit(dequantize, info, to_bfloat16=rounded)
-            for name, info in self.file.tensors.items()
-            if self.file.architecture in _READ_HERE
-        }
-        workers.shutdown(wait=False)
+_THREADS = 2
 
 
 def gguf_config(file: GGUFFile) -> Any:
@@ -136,24 +116,24 @@ def _build_config(model_type: str, fields: dict[str, Any], file: GGUFFile) -> An
         raise LoadError(f"{file.path}: bad metadata for {model_type}: {error}") from error
 
 
-def gguf_model(reading: GGUFReading, dtype: torch.dtype) -> Any:
+def gguf_model(file: GGUFFile, dtype: torch.dtype) -> Any:
     """The model with its weights, in ``dtype``, on the CPU; LoadError where tensors are missing."""
     import torch
 
-    if reading.file.architecture not in _READ_HERE:
-        return _read_by_transformers(reading.file, dtype)
-    config = gguf_config(reading.file)
-    model_class = _model_class(config, reading.file)
+    if file.architecture not in _READ_HERE:
+        return _read_by_transformers(file, dtype)
+    config = gguf_config(file)
+    model_class = _model_class(config, file)
     with torch.device("meta"):
         skeleton = model_class(config)
-    state = _state_dict(reading, skeleton, config, dtype)
+    state = _state_dict(file, skeleton, config, dtype)
     missing = set(skeleton.state_dict()) - set(state) - set(skeleton._tied_weights_keys or ())
     if missing:
-        raise LoadError(f"{reading.file.path} lacks {len(missing)} tensors, {min(missing)} first")
+        raise LoadError(f"{file.path} lacks {len(missing)} tensors, {min(missing)} first")
     model = _assembled(skeleton, state, dtype)
     if model is None:
         model = _by_transformers(model_class, config, state, dtype)
-    _apply_rope_factors(model, reading)
+    _apply_rope_factors(model, file)
     return model.eval()
 
 
@@ -221,14 +201,14 @@ def _model_class(config: Any, file: GGUFFile) -> Any:
         raise LoadError(f"{file.path}: {config.model_type} is no causal language model") from None
 
 
-def _apply_rope_factors(model: Any, reading: GGUFReading) -> None:
+def _apply_rope_factors(model: Any, file: GGUFFile) -> None:
     """Llama 3's stretched frequencies, which the file keeps as a tensor of divisors."""
     import torch
 
-    factors = reading.tensors.get("rope_freqs.weight")
+    factors = file.tensors.get("rope_freqs.weight")
     if factors is None:
         return
-    divisor = torch.from_numpy(factors.result())
+    divisor = torch.from_numpy(dequantize(factors))
     for module in model.modules():
         inv_freq = getattr(module, "inv_freq", None)
         if isinstance(inv_freq, torch.Tensor) and inv_freq.shape == divisor.shape:
@@ -236,17 +216,18 @@ def _apply_rope_factors(model: Any, reading: GGUFReading) -> None:
 
 
 def _state_dict(
-    reading: GGUFReading, skeleton: Any, config: Any, dtype: torch.dtype
+    file: GGUFFile, skeleton: Any, config: Any, dtype: torch.dtype
 ) -> dict[str, torch.Tensor]:
     """Every tensor under the model's own name, values as the model wants them."""
+    import torch
 
-    arch = reading.file.architecture
+    arch = file.architecture
     processor = _processor(arch, config)
     names = _name_map(arch, skeleton, config, processor)
     stacked: dict[str, Any] = {"tensors": {}}
     state: dict[str, torch.Tensor] = {}
     undo = _undo(arch, config)
-    for name, values in _ready(reading.tensors):
+    for name, values in _dequantized(file, dtype == torch.bfloat16 and arch in _KNOWN):
         if processor is not None:
             done = processor.process(
                 values, name, tensor_key_mapping=names, parsed_parameters=stacked
@@ -268,10 +249,18 @@ def _tensor(values: NDArray[np.generic]) -> torch.Tensor:
     return tensor.view(torch.bfloat16) if values.dtype == np.uint16 else tensor
 
 
-def _ready(tensors: Tensors) -> Iterator[tuple[str, NDArray[np.generic]]]:
-    """Tensors as they come, each let go of as soon as it is used."""
-    for name in list(tensors):
-        yield name, tensors[name].result()
+def _dequantized(file: GGUFFile, rounded: bool) -> Iterator[tuple[str, NDArray[np.generic]]]:
+    """Name and values of every tensor. ``rounded`` makes bfloat16 of quantised ones on the way
+    (half the memory to write), where nothing needs doing to their values afterwards.
+
+    Doing this on threads while torch and transformers are being imported was tried: it hides the
+    0.2 s that it takes, but slows the imports by 0.45 s, which then wait for the GIL.
+    """
+    with ThreadPoolExecutor(_THREADS, thread_name_prefix="gguf") as workers:
+        ready = workers.map(
+            lambda info: dequantize(info, to_bfloat16=rounded), file.tensors.values()
+        )
+        yield from zip(file.tensors, ready, strict=True)
 
 
 def _processor(arch: str, config: Any) -> Any:
