@@ -94,11 +94,15 @@ class KVCacheManager(RowSharing, Retaining):
             group_class(spec)(i, spec, max_num_rows, max_model_len, step, enable_caching, cp_world)
             for i, spec in enumerate(specs)
         )
+        if cp_world > 1 and any(spec.static_blocks for spec in specs):
+            raise ConfigError("context-parallel ranks cannot share out a group with static sinks")
         self.tables = tuple(g.table for g in self.groups)
         self.tokens = np.zeros((max_num_rows, max_model_len), np.int32)
         self.num_tokens = np.zeros(max_num_rows, np.int32)
         self.num_computed = np.zeros(max_num_rows, np.int32)
         self.pool = BlockPool(config.num_blocks)
+        for group in self.groups:
+            group.static_blocks = self.pool.hold_static(group.spec.static_blocks)
         self.host_pool = BlockPool(host_blocks) if host_blocks else None
         sizes = [g.block_size for g in self.groups if g.row_width() > 0] or [1]
         self.hash_block_size = gcd(*sizes)

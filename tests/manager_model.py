@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+Window = int | tuple[int, int] | None
+
 
 class Full(Exception):
     """The model has no room."""
@@ -33,11 +35,12 @@ class Row:
 
 @dataclass
 class Model:
-    """``windows``: one entry a group, None = full attention."""
+    """``windows``: one entry a group; None = full attention, W = a window, (W, S) = a window and
+    the first S tokens."""
 
     num_blocks: int
     block_size: int
-    windows: list[int | None]
+    windows: list[Window]
     max_len: int
     step_tokens: int
     caching: bool = True
@@ -116,9 +119,16 @@ class Model:
     def key(self, group: int, tokens: list[int], salt: str | None, index: int) -> tuple:
         return group, salt, tuple(tokens[: (index + 1) * self.block_size])
 
-    def first_needed(self, group: int, computed: int) -> int:
+    def window(self, group: int) -> tuple[int, int]:
+        """Window, and tokens kept before it."""
         window = self.windows[group]
-        return 0 if window is None else max(0, computed - window + 1) // self.block_size
+        return window if isinstance(window, tuple) else (window or self.max_len + 1, 0)
+
+    def attends(self, group: int, computed: int, block: int) -> bool:
+        """Whether any token after the first ``computed`` ones attends to the block."""
+        window, sinks = self.window(group)
+        last = (block + 1) * self.block_size - 1
+        return last > computed - window or block * self.block_size < sinks
 
     def find_hit(self, tokens: list[int], salt: str | None) -> int:
         size = self.block_size
@@ -126,7 +136,8 @@ class Model:
             needed = [
                 (g, i)
                 for g in range(len(self.windows))
-                for i in range(self.first_needed(g, blocks * size), blocks)
+                for i in range(blocks)
+                if self.attends(g, blocks * size, i)
             ]
             if all(self.key(g, tokens, salt, i) in self.cached for g, i in needed):
                 return blocks * size
@@ -140,18 +151,18 @@ class Model:
         size, hit = self.block_size, self.find_hit(tokens, salt)
         limit = min(hit + new + lookahead, self.max_len)
         entries, fresh, most = [], [], 0
-        for g, window in enumerate(self.windows):
-            skip = self.first_needed(g, hit)
-            found: list[Block | None] = [None] * skip
-            found += [
-                self.cached[self.key(g, tokens, salt, i)][0] for i in range(skip, hit // size)
+        for g, kind in enumerate(self.windows):
+            found: list[Block | None] = [
+                self.cached[self.key(g, tokens, salt, i)][0] if self.attends(g, hit, i) else None
+                for i in range(hit // size)
             ]
             entries.append(found)
             fresh.append(max(0, -(-limit // size) - len(found)))
             cap = -(-min(len(tokens), self.max_len) // size)
-            if window is not None:
+            if kind is not None:
+                window, sinks = self.window(g)
                 step = min(window - 1 + self.step_tokens, self.max_len)
-                cap = min(cap, -(-step // size) + 1)
+                cap = min(cap, -(-step // size) + 1 + -(-sinks // size))
             most += max(0, cap - len(found))
         idle = sum(b is not None and b in self.queue for found in entries for b in found)
         need = sum(fresh)
@@ -184,9 +195,10 @@ class Model:
         """Raises Full with only the skipped blocks released."""
         row, size = self.rows[number], self.block_size
         for g, entries in enumerate(row.entries):
-            for i in range(min(self.first_needed(g, row.computed), len(entries)) - 1, -1, -1):
-                self.drop_ref(entries[i])
-                entries[i] = None
+            for i in reversed(range(len(entries))):
+                if not self.attends(g, row.computed, i):
+                    self.drop_ref(entries[i])
+                    entries[i] = None
         limit = min(row.computed + new + lookahead, self.max_len)
         missing = [max(0, -(-limit // size) - len(entries)) for entries in row.entries]
         at = row.computed // size if row.computed % size and row.tail_shared else None

@@ -14,37 +14,49 @@ from blocktable.core.specs import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
+    KVCacheSpec,
+    SinkFullAttentionSpec,
+    SinkWindowSpec,
     SlidingWindowSpec,
 )
 from blocktable.manager import KVCacheManager
-from tests.manager_model import Full, Model
+from tests.manager_model import Full, Model, Window
 
 ROWS, MAX_LEN = 6, 40
 
 
-def spec_for(size: int, window: int | None):
-    if window is None:
-        return FullAttentionSpec(block_size=size, num_kv_heads=1, head_size=1)
-    return SlidingWindowSpec(block_size=size, num_kv_heads=1, head_size=1, sliding_window=window)
+def spec_for(size: int, window: Window, static: int) -> KVCacheSpec:
+    shape = {"block_size": size, "num_kv_heads": 1, "head_size": 1}
+    if isinstance(window, tuple):
+        return SinkWindowSpec(**shape, sliding_window=window[0], num_sink_tokens=window[1])
+    if window is not None:
+        return SlidingWindowSpec(**shape, sliding_window=window)
+    if static:
+        return SinkFullAttentionSpec(**shape, sink_len=size)
+    return FullAttentionSpec(**shape)
 
 
 class ManagerMachine(RuleBasedStateMachine):
     @initialize(
         size=st.sampled_from([1, 2, 3, 4, 5]),
         blocks=st.integers(4, 40),
-        windows=st.sampled_from([[None], [None], [5], [None, 6], [None, 3, 9]]),
+        windows=st.sampled_from(
+            [[None], [None], [5], [None, 6], [None, 3, 9], [(5, 3)], [None, (6, 1), 4]]
+        ),
+        static=st.sampled_from([0, 0, 1]),
         caching=st.sampled_from([True, True, True, False]),
         algo=st.sampled_from(["sha256", "blake3", "xxh3_128"]),
     )
-    def start(self, size, blocks, windows, caching, algo):
-        groups = [KVCacheGroupSpec((), spec_for(size, w)) for w in windows]
+    def start(self, size, blocks, windows, static, caching, algo):
+        groups = [KVCacheGroupSpec((), spec_for(size, w, static)) for w in windows]
+        static = sum(group.kv_cache_spec.static_blocks for group in groups)
         self.size, self.windows = size, windows
         self.manager = KVCacheManager(
             KVCacheConfig(blocks, tuple(groups)), max_num_rows=ROWS, max_model_len=MAX_LEN,
             max_num_batched_tokens=8, enable_caching=caching, hash_algo=algo, seed=1,
             host_blocks=20,
         )  # fmt: skip
-        self.model = Model(blocks, size, windows, MAX_LEN, 8, caching)
+        self.model = Model(blocks - static, size, windows, MAX_LEN, 8, caching)
         self.swapped: list = []
         self.copies = 0
 
@@ -294,6 +306,7 @@ class ManagerMachine(RuleBasedStateMachine):
         manager, model = self.manager, self.model
         check(manager)
         stats = manager.stats()
+        assert stats.pool.usable == model.num_blocks - 1
         assert stats.pool.available == model.available
         assert stats.pool.evictable == len(model.queue)
         assert stats.pool.fenced == len(model.fenced)

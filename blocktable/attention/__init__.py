@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from blocktable.attention.options import AttentionOptions, AttentionOutput
+from blocktable.core.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
@@ -35,14 +36,16 @@ def paged_attention(
     block_table: int32 [n, W]; entry j of a row is the block of positions j*bs .. j*bs+bs-1.
     query_start_loc: int32 [n + 1]; tokens of row i are query_start_loc[i] .. query_start_loc[i+1],
         the last positions of its seq_lens[i]. seq_lens: int32 [n]; 0 is a padded row (zeros).
-    options: causal (True), sliding_window, chunk, softcap (see AttentionOptions), sinks [Hq],
-        alibi_slopes [Hq], k_scale, v_scale (number, [1] or [Hkv]), out [T, Hq, Dv],
-        return_lse (False), and ``plan`` on back ends that can prepare one.
+    options: causal (True), sliding_window, num_sink_tokens (on a CPU), chunk, softcap (see
+        AttentionOptions), sinks [Hq], alibi_slopes [Hq], k_scale, v_scale (number, [1] or [Hkv]),
+        out [T, Hq, Dv], return_lse (False), and ``plan`` on back ends that can prepare one.
 
     Returns out [T, Hq, Dv] in the query's dtype, or AttentionOutput with ``return_lse``. Raises
     ConfigError for arrays that do not fit each other. Cost: one read of the live K and V.
     """
     if query.is_cuda:
+        if options.pop("num_sink_tokens", 0):
+            raise ConfigError("num_sink_tokens is supported on the CPU only")
         from blocktable.attention.triton import paged_attention as run
     else:
         from blocktable.attention.cpu import paged_attention as run

@@ -11,6 +11,11 @@ from typing import Any, NamedTuple
 
 from blocktable.core.errors import ConfigError
 
+OURS = "triton"
+"""Our own kernels on a GPU, among the names of what may serve attention there."""
+BACKENDS = ("auto", OURS, "flashinfer", "flash_attn")
+"""What may serve attention on a GPU: the measured best, our own kernels, or a library."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionOptions:
@@ -20,6 +25,8 @@ class AttentionOptions:
     causal: a query sees positions up to its own; otherwise all ``seq_len`` positions.
     sliding_window: number of positions seen, the query's own included (``p - w < k <= p``; without
         ``causal`` also ``k < p + w``).
+    num_sink_tokens: this many first positions are seen beside the window (StreamingLLM; not the
+        learned logits ``sinks``).
     chunk: positions of the query's own chunk of this many are seen (Llama 4).
     softcap: scores become ``softcap * tanh(score / softcap)``, after the scale and before the mask.
     """
@@ -27,6 +34,7 @@ class AttentionOptions:
     scale: float
     causal: bool = True
     sliding_window: int | None = None
+    num_sink_tokens: int = 0
     chunk: int | None = None
     softcap: float | None = None
 
@@ -35,6 +43,11 @@ class AttentionOptions:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} must be at least 1, got {value}")
+        if self.num_sink_tokens < 0 or (self.num_sink_tokens and self.sliding_window is None):
+            raise ConfigError(
+                f"num_sink_tokens {self.num_sink_tokens} must be positive, beside a sliding_window "
+                f"(got {self.sliding_window})"
+            )
         if self.softcap is not None and not self.softcap > 0:
             raise ConfigError(f"softcap must be above 0, got {self.softcap}")
 

@@ -58,8 +58,16 @@ def per_head(value: Any, heads: int, default: float) -> Float64:
     return np.broadcast_to(array, (heads,)).copy()
 
 
-def visible_range(position: int, seq_len: int, options: AttentionOptions) -> tuple[int, int]:
-    """First and one past the last key position a query at ``position`` sees; always one run."""
+class VisibleKeys(NamedTuple):
+    """The key positions a query sees: 0 .. head - 1 (sinks) and first .. end - 1, head <= first."""
+
+    head: int
+    first: int
+    end: int
+
+
+def visible_keys(position: int, seq_len: int, options: AttentionOptions) -> VisibleKeys:
+    """Key positions that a query at ``position`` sees in a sequence of ``seq_len``."""
     first, end = 0, min(position + 1, seq_len) if options.causal else seq_len
     if options.sliding_window is not None:
         first = max(first, position - options.sliding_window + 1)
@@ -67,7 +75,7 @@ def visible_range(position: int, seq_len: int, options: AttentionOptions) -> tup
     if options.chunk is not None:
         chunk_start = position // options.chunk * options.chunk
         first, end = max(first, chunk_start), min(end, chunk_start + options.chunk)
-    return first, max(first, end)
+    return VisibleKeys(min(options.num_sink_tokens, first), first, max(first, end))
 
 
 def _attend_row(
@@ -90,8 +98,8 @@ def _attend_row(
 def paged_attention_reference(
     query: Any, k_cache: Any, v_cache: Any, block_table: Any, query_start_loc: Any, seq_lens: Any,
     *, scale: float, causal: bool = True, sliding_window: int | None = None,
-    chunk: int | None = None, softcap: float | None = None, sinks: Any = None,
-    alibi_slopes: Any = None, k_scale: Any = None, v_scale: Any = None,
+    num_sink_tokens: int = 0, chunk: int | None = None, softcap: float | None = None,
+    sinks: Any = None, alibi_slopes: Any = None, k_scale: Any = None, v_scale: Any = None,
 ) -> ReferenceOutput:  # fmt: skip
     """Attention of ragged queries over keys and values in pages; see ``attention.paged_attention``.
 
@@ -103,8 +111,9 @@ def paged_attention_reference(
     """
     check_shapes(query, k_cache, v_cache, block_table, query_start_loc, seq_lens)
     options = AttentionOptions(
-        scale=scale, causal=causal, sliding_window=sliding_window, chunk=chunk, softcap=softcap
-    )
+        scale=scale, causal=causal, sliding_window=sliding_window,
+        num_sink_tokens=num_sink_tokens, chunk=chunk, softcap=softcap,
+    )  # fmt: skip
     q = as_float64(query)
     table, starts, lens = _as_int64(block_table), _as_int64(query_start_loc), _as_int64(seq_lens)
     heads, kv_heads, block_size = q.shape[1], k_cache.shape[1], k_cache.shape[2]
@@ -121,8 +130,8 @@ def paged_attention_reference(
             continue
         for i in range(count):
             position = seq_len - count + i
-            first, end = visible_range(position, seq_len, options)
-            positions = np.arange(first, end)
+            head_end, first, end = visible_keys(position, seq_len, options)
+            positions = np.concatenate([np.arange(head_end), np.arange(first, end)])
             blocks, offsets = table[row, positions // block_size], positions % block_size
             for head in range(heads):
                 kv = head // group

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from blocktable.core.errors import BlocktableError
-from blocktable.core.specs import ChunkedLocalAttentionSpec, SlidingWindowSpec
+from blocktable.core.specs import ChunkedLocalAttentionSpec, SinkWindowSpec, SlidingWindowSpec
 from blocktable.core.types import TokenIds
 from blocktable.manager import KVCacheManager
 from blocktable.sched.output import SchedulerOutput
@@ -129,6 +129,9 @@ class FakeDevice:
         """What the step's first token attends to must not be null."""
         spec = self.manager.config.kv_cache_groups[group].kv_cache_spec
         first = 0
+        if isinstance(spec, SinkWindowSpec) and not live[: spec.num_sink_tokens].all():
+            at = int(np.argmin(live))
+            raise Corruption(f"group {group}: position {at} is a sink but is null")
         if isinstance(spec, SlidingWindowSpec):
             first = max(0, start - spec.sliding_window + 1)
         elif isinstance(spec, ChunkedLocalAttentionSpec):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -22,6 +23,7 @@ from blocktable.core.specs import (
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheSpec,
+    SinkWindowSpec,
     SlidingWindowSpec,
 )
 from blocktable.manager import KVCacheManager
@@ -40,6 +42,8 @@ class TrafficConfig:
     window: int | None = None
     local: bool = False
     """The window is a chunk that only its own positions attend to."""
+    sinks: int = 0
+    """First tokens that stay in sight beside the window."""
     hybrid: bool = False
     host_blocks: int = 0
     enable_caching: bool = True
@@ -51,7 +55,7 @@ class TrafficConfig:
 def random_world(rng: random.Random) -> TrafficConfig:
     """A small world in which everything goes wrong soon."""
     block, blocks = rng.choice([1, 2, 4, 8]), rng.choice([10, 16, 24, 40])
-    kind = rng.choice(["full", "full", "window", "hybrid", "local", "local hybrid"])
+    kind = rng.choice(["full", "full", "window", "hybrid", "local", "local hybrid", "sinks"])
     window = None if kind == "full" else rng.choice([2, block + 1, 3 * block])
     hybrid = "hybrid" in kind
     usable = (blocks - 1) // (2 if hybrid else 1)
@@ -59,7 +63,7 @@ def random_world(rng: random.Random) -> TrafficConfig:
     flight = rng.choice([1, 1, 2])
     return TrafficConfig(
         num_blocks=blocks, block_size=block, window=window, hybrid=hybrid,
-        local="local" in kind,
+        local="local" in kind, sinks=rng.choice([1, block + 1]) if kind == "sinks" else 0,
         host_blocks=rng.choice([4, 30]) if swap else 0, enable_caching=rng.random() < 0.85,
         vocabulary=rng.choice([2, 5, 40]), max_model_len=max(6, (usable - 1) * block),
         scheduler=SchedulerConfig(
@@ -274,10 +278,13 @@ def _groups(world: TrafficConfig) -> tuple[KVCacheGroupSpec, ...]:
             )
         )
     elif world.window is not None:
-        window = SlidingWindowSpec(
-            block_size=size, num_kv_heads=1, head_size=8, sliding_window=world.window
-        )
-        specs.append(window)
+        shape: dict[str, Any] = {"block_size": size, "num_kv_heads": 1, "head_size": 8}
+        windowed = SlidingWindowSpec(**shape, sliding_window=world.window)
+        if world.sinks:
+            windowed = SinkWindowSpec(
+                **shape, sliding_window=world.window, num_sink_tokens=world.sinks
+            )
+        specs.append(windowed)
     return tuple(KVCacheGroupSpec((f"layers.{i}",), spec) for i, spec in enumerate(specs))
 
 

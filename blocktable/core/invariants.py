@@ -55,8 +55,9 @@ def _pool(pool: BlockPool) -> Iterator[str]:
     counts = pool.counts()
     if counts.fenced != np.count_nonzero(state == FENCED):
         yield f"{counts.fenced} fenced are counted, {np.count_nonzero(state == FENCED)} are fenced"
-    if counts.used != np.count_nonzero(state == OWNED):
-        yield f"{counts.used} used are counted, {np.count_nonzero(state == OWNED)} are owned"
+    owned = np.count_nonzero(state == OWNED) - pool.num_static
+    if counts.used != owned:
+        yield f"{counts.used} used are counted, {owned} are owned by requests"
     if counts.used + counts.available + counts.fenced != counts.usable:
         yield f"used + available + fenced is not usable: {counts}"
     if counts.available != pool.available:
@@ -82,7 +83,8 @@ def _rows(manager: Any) -> Iterator[str]:
         want = np.minimum(group.capacity_of(table.counts), np.iinfo(np.int32).max)
         if not np.array_equal(group.capacity, want):
             yield f"{name}: capacity is not that of the entries"
-        before = np.arange(table.max_blocks_per_row) < group.skipped[:, None]
+        column = np.arange(table.max_blocks_per_row)
+        before = (column >= group.kept_head) & (column < group.skipped[:, None])
         if table.rows[before].any():
             yield f"{name}: skipped entries are not null"
 
@@ -90,6 +92,7 @@ def _rows(manager: Any) -> Iterator[str]:
 def _references(manager: Any) -> Iterator[str]:
     pool, counted = manager.pool, np.zeros(manager.pool.num_blocks, np.int64)
     for group in manager.groups:
+        counted[group.static_blocks] += 1
         for row in np.flatnonzero(group.table.counts):
             ids = group.table.rows[row, : group.table.counts[row]]
             live = ids[ids != 0]

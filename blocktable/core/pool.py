@@ -87,6 +87,7 @@ class BlockPool:
             LRUQueue(num_blocks, self.place) if eviction is None else eviction
         )
         self.on_evict = on_evict
+        self.num_static = 0  # blocks held for good, see hold_static
         self.native: Any = None  # compiled helper over these arrays, when there is one
         self._last_step = 0
         self._in_flight: deque[int] = deque()
@@ -96,13 +97,13 @@ class BlockPool:
 
     @property
     def usable(self) -> int:
-        """Blocks that can ever be handed out: all but the null block."""
-        return self.num_blocks - 1
+        """Blocks that requests can have: all but the null block and static ones."""
+        return self.num_blocks - 1 - self.num_static
 
     @property
     def used(self) -> int:
-        """Blocks with a reference."""
-        return int(self.scalars[USED])
+        """Blocks with a reference, static ones left out."""
+        return int(self.scalars[USED]) - self.num_static
 
     @property
     def fenced(self) -> int:
@@ -128,6 +129,13 @@ class BlockPool:
     def counts(self) -> PoolCounts:
         """All counts at one moment."""
         return PoolCounts(self.usable, self.used, self.free, self.evictable, self.fenced)
+
+    def hold_static(self, count: int) -> BlockIds:
+        """Take blocks that stay owned for good and count as neither usable nor used (the KV of
+        attention sinks, which is the model's own). Raises OutOfBlocks."""
+        blocks = self.take(count, request="attention sinks")
+        self.num_static += count
+        return blocks
 
     # -- take -----------------------------------------------------------------------------------
 

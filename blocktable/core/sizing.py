@@ -12,6 +12,7 @@ from blocktable.core.specs import (
     KVCacheGroupSpec,
     KVCacheSpec,
     MambaSpec,
+    SinkWindowSpec,
     SlidingWindowSpec,
     ceil_div,
 )
@@ -59,7 +60,7 @@ def live_blocks(spec: KVCacheSpec, num_tokens: int, *, step_tokens: int = 1) -> 
     ``step_tokens`` of them at most.
 
     A window group keeps the blocks that overlap the last ``window - 1`` tokens before the step
-    and the step's own; they may begin in the middle of a block.
+    and the step's own, which may begin in the middle of a block, and those of its sink tokens.
     """
     whole = ceil_div(num_tokens, spec.block_size)
     if isinstance(spec, EncoderOnlyAttentionSpec):
@@ -70,9 +71,10 @@ def live_blocks(spec: KVCacheSpec, num_tokens: int, *, step_tokens: int = 1) -> 
         return {"none": 1, "align": min(2, whole), "all": whole}[spec.cache_mode]
     if isinstance(spec, SlidingWindowSpec):
         span = spec.sliding_window - 1 + step_tokens
-        return min(whole, ceil_div(span, spec.block_size) + 1)
+        sinks = spec.num_sink_tokens if isinstance(spec, SinkWindowSpec) else 0
+        return min(whole, ceil_div(span, spec.block_size) + 1 + ceil_div(sinks, spec.block_size))
     if isinstance(spec, ChunkedLocalAttentionSpec):
-        span = spec.attention_chunk_size + step_tokens
+        span = spec.attention_chunk_size - 1 + step_tokens
         return min(whole, ceil_div(span, spec.block_size) + 1)
     return whole
 

@@ -52,6 +52,11 @@ class KVCacheSpec:
         """Bytes one block of this layer takes, padding included."""
         raise ConfigError(f"{type(self).__name__} has no page size of its own")
 
+    @property
+    def static_blocks(self) -> int:
+        """Blocks of the pool that a group of such layers keeps, whatever runs."""
+        return 0
+
     def max_blocks_per_request(self, max_model_len: int) -> int:
         """Most entries a request's row can have."""
         return ceil_div(max_model_len, self.block_size)
@@ -105,6 +110,31 @@ class FullAttentionSpec(AttentionSpec):
 
 
 @dataclass(frozen=True, kw_only=True)
+class SinkFullAttentionSpec(FullAttentionSpec):
+    """Full attention behind ``sink_len`` tokens whose K and V are the model's own parameters.
+
+    They are the same for every request: the manager sets ``sink_len / block_size`` blocks of the
+    pool aside once, the model fills them once, and every row is read as if it began with them
+    (``device.sinks``). vLLM's spec of this name; openPangu has such layers.
+    """
+
+    kind: ClassVar[str] = "sink_full_attention"
+    sink_len: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _positive("sink_len", self.sink_len)
+        if self.sink_len % self.block_size:
+            raise ConfigError(
+                f"sink_len {self.sink_len} is no multiple of the block size {self.block_size}"
+            )
+
+    @property
+    def static_blocks(self) -> int:
+        return self.sink_len // self.block_size
+
+
+@dataclass(frozen=True, kw_only=True)
 class SlidingWindowSpec(AttentionSpec):
     """The last ``sliding_window`` positions, the query's own included, are attended."""
 
@@ -114,6 +144,19 @@ class SlidingWindowSpec(AttentionSpec):
     def __post_init__(self) -> None:
         super().__post_init__()
         _positive("sliding_window", self.sliding_window)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SinkWindowSpec(SlidingWindowSpec):
+    """The last ``sliding_window`` positions and the sequence's first ``num_sink_tokens`` are
+    attended (StreamingLLM, Xiao et al. 2023; positions are not renumbered)."""
+
+    kind: ClassVar[str] = "sink_window"
+    num_sink_tokens: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _positive("num_sink_tokens", self.num_sink_tokens)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,3 +280,9 @@ class KVCacheConfig:
             )
         if not self.kv_cache_groups:
             raise ConfigError("a KV cache needs at least one group")
+        static = sum(group.kv_cache_spec.static_blocks for group in self.kv_cache_groups)
+        if static > self.num_blocks - 2:
+            raise ConfigError(
+                f"num_blocks is {self.num_blocks}: {static} hold attention sinks and block 0 is "
+                "reserved, so no request has room"
+            )

@@ -5,11 +5,20 @@ from blocktable.core.specs import (
     ChunkedLocalAttentionSpec,
     CrossAttentionSpec,
     EncoderOnlyAttentionSpec,
+    FullAttentionSpec,
     KVCacheSpec,
     MambaSpec,
+    MLAAttentionSpec,
+    SinkFullAttentionSpec,
+    SinkWindowSpec,
     SlidingWindowSpec,
 )
-from blocktable.groups.attention import ChunkedLocalGroup, FullAttentionGroup, SlidingWindowGroup
+from blocktable.groups.attention import (
+    ChunkedLocalGroup,
+    FullAttentionGroup,
+    SinkWindowGroup,
+    SlidingWindowGroup,
+)
 from blocktable.groups.base import Group
 from blocktable.groups.state import (
     CrossAttentionGroup,
@@ -25,15 +34,18 @@ __all__ = [
     "FullAttentionGroup",
     "Group",
     "OneStateGroup",
+    "SinkWindowGroup",
     "SlidingWindowGroup",
     "StateGroup",
     "group_class",
 ]
 
 _KINDS: dict[str, type[Group]] = {
-    "full_attention": FullAttentionGroup,
-    "mla_attention": FullAttentionGroup,
+    FullAttentionSpec.kind: FullAttentionGroup,
+    MLAAttentionSpec.kind: FullAttentionGroup,
+    SinkFullAttentionSpec.kind: FullAttentionGroup,
     SlidingWindowSpec.kind: SlidingWindowGroup,
+    SinkWindowSpec.kind: SinkWindowGroup,
     ChunkedLocalAttentionSpec.kind: ChunkedLocalGroup,
     CrossAttentionSpec.kind: CrossAttentionGroup,
     EncoderOnlyAttentionSpec.kind: EncoderOnlyGroup,

@@ -75,7 +75,7 @@ class Admission:
         for group, found in zip(self.groups, hit.blocks, strict=True):
             skip = int(group.skipped_for(np.int64(done)))
             kept = found.copy()
-            kept[:skip] = 0
+            kept[group.kept_head : skip] = 0
             live = kept[kept != 0]
             if live.size:
                 if hit.version < 0 or self.book is None or hit.version != self.book.version:
@@ -125,8 +125,7 @@ class Admission:
             whole = np.concatenate([entries, fresh])
             group.table.append(rows, len(whole), whole)
             group.keyed[row] = len(entries)
-            first = np.flatnonzero(entries)
-            group.skipped[row] = first[0] if first.size else len(entries)
+            group.skipped[row] = group.skipped_in(entries)
             group.sync(rows)
 
     def count(self, sequence: TokenSequence, hit_tokens: int, resumed: bool) -> None:

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
-from blocktable.core.specs import ChunkedLocalAttentionSpec, SlidingWindowSpec, ceil_div
+from blocktable.core.specs import (
+    ChunkedLocalAttentionSpec,
+    SinkWindowSpec,
+    SlidingWindowSpec,
+    ceil_div,
+)
 from blocktable.core.types import NULL_BLOCK, BlockIds
 from blocktable.groups.base import Group, Ints
 
 
 class FullAttentionGroup(Group):
-    """Every earlier position is attended: all blocks are kept. Also latent attention (MLA)."""
+    """Every earlier position is attended: all blocks are kept. Also latent attention (MLA), and
+    attention behind static sinks, which lie in blocks of their own."""
 
 
 class SlidingWindowGroup(Group):
@@ -46,13 +52,37 @@ class SlidingWindowGroup(Group):
         at = np.arange(len(found))
         last_miss = np.maximum.accumulate(np.where(found == NULL_BLOCK, at, -1))
         run = at - last_miss  # cached blocks in a row that end here
-        good = np.flatnonzero((run >= max(needed, 1)) | (last_miss == -1))  # W = 1: at least one
-        if good.size == 0:
+        good = (run >= max(needed, 1)) | (last_miss == -1)  # W = 1: at least one
+        misses = np.flatnonzero(found[: self.kept_head] == NULL_BLOCK)
+        if misses.size:  # nothing beyond a head that is not all there
+            good[misses[0] :] = False
+        if not good.any():
             return found[:0]
-        stop = int(good[-1]) + 1
+        stop = int(np.flatnonzero(good)[-1]) + 1
         entries = found[:stop].copy()
-        entries[: max(0, stop - needed)] = NULL_BLOCK
+        entries[self.kept_head : max(self.kept_head, stop - needed)] = NULL_BLOCK
         return entries
+
+
+class SinkWindowGroup(SlidingWindowGroup):
+    """A window, and the sequence's first tokens beside it: their blocks are kept to the end.
+
+    ::
+
+        block size 4, 5 sink tokens, window 8, 40 tokens computed: 33..40 will be attended
+
+        row   [ 3  7  .  .  .  .  .  .  21 9 ]      . = null, released
+    """
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        if not isinstance(self.spec, SinkWindowSpec):
+            raise TypeError(f"{type(self.spec).__name__} has no sink tokens")
+        self.kept_head = ceil_div(self.spec.num_sink_tokens, self.block_size)
+
+    def admission_cap(self, tokens: int) -> int:
+        whole = ceil_div(tokens, self.block_size)
+        return min(whole, super().admission_cap(tokens) + self.kept_head)
 
 
 class ChunkedLocalGroup(Group):

@@ -6,7 +6,8 @@ decode step ("does this row need a block, does it complete one?") is a compariso
 - ``capacity``: tokens that fit into the row's blocks;
 - ``keyed``: leading blocks that carry their key, or never will;
 - ``key_due``: tokens at which the next key is due, (keyed + 1) * block_size;
-- ``skipped``: leading blocks given up because no later token attends to them (null in place).
+- ``skipped``: leading blocks given up because no later token attends to them (null in place),
+  except for the first ``kept_head``.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ class Group:
     prefix_closed: ClassVar[bool] = True  # a hit of n blocks contains the hit of any m < n
     skips: ClassVar[bool] = False  # gives blocks up while the request runs
     deferred_keys: ClassVar[bool] = False  # a key is due once the step that computes it is over
+    kept_head = 0  # leading blocks that are never given up
 
     def __init__(
         self, group_id: int, spec: KVCacheSpec, max_rows: int, max_model_len: int,
@@ -50,6 +52,7 @@ class Group:
         self.key_due = np.full(max_rows, self.block_size if self.caching else NEVER, np.int32)
         self.skipped = np.zeros(max_rows, np.int32)
         self.keys_stopped = np.zeros(max_rows, np.bool_)  # weights changed under the row
+        self.static_blocks = np.zeros(0, np.int32)  # of the pool, behind no row (attention sinks)
 
     # -- what a kind defines --------------------------------------------------------------------
 
@@ -68,6 +71,11 @@ class Group:
     def skipped_for(self, computed: Ints) -> Ints:
         """Leading blocks no token after the first ``computed`` ones attends to."""
         return np.zeros_like(computed)
+
+    def skipped_in(self, entries: BlockIds) -> int:
+        """``skipped`` of a row that has these entries, from a hit or from host memory."""
+        kept = np.flatnonzero(entries[self.kept_head :])
+        return self.kept_head + int(kept[0]) if kept.size else len(entries)
 
     def tail_column(self, computed: Ints) -> Ints:
         """Column of the block that the next token writes into after others did; -1 = none."""

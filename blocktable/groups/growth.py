@@ -205,7 +205,7 @@ class Growth:
         self, group: Group, rows: Ints, computed: Ints
     ) -> tuple[NDArray[np.intp], Ints, Ints]:
         stop = np.minimum(group.skipped_for(computed), group.table.counts[rows])
-        start = group.skipped[rows]
+        start = np.maximum(group.skipped[rows], group.kept_head)
         at = np.flatnonzero(stop > start)
         return at, start[at], stop[at].astype(np.int32)
 

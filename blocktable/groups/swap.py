@@ -60,7 +60,6 @@ def refill(
         entries[swapped.columns[mine]] = ids[mine]
         where = np.array([row])
         group.table.append(where, count, entries)
-        leading = np.flatnonzero(entries)
-        group.skipped[row] = leading[0] if leading.size else count
+        group.skipped[row] = group.skipped_in(entries)
         group.sync(where)
     return SwapPlan(plan.group, ids, plan.host)

@@ -70,6 +70,11 @@ OPTIONS: list[dict[str, Any]] = [
     {"sliding_window": 1},
     {"sliding_window": 20},
     {"sliding_window": 20, "causal": False},
+    {"sliding_window": 20, "num_sink_tokens": 1},
+    {"sliding_window": 20, "num_sink_tokens": 50},
+    {"sliding_window": 9, "num_sink_tokens": 17, "causal": False},
+    {"sliding_window": 7, "num_sink_tokens": 5, "sinks": torch.linspace(-1, 1, 6),
+     "alibi_slopes": torch.linspace(0, 0.1, 6)},
     {"chunk": 1},
     {"chunk": 24},
     {"chunk": 24, "causal": False},
@@ -92,7 +97,9 @@ def test_options(backend: str, options: dict[str, Any], dtype: torch.dtype) -> N
     check(problem, **options)
 
 
-@pytest.mark.parametrize("options", [{}, {"sliding_window": 700}, {"chunk": 512}], ids=str)
+@pytest.mark.parametrize("options", [
+    {}, {"sliding_window": 700}, {"sliding_window": 700, "num_sink_tokens": 600}, {"chunk": 512},
+], ids=str)  # fmt: skip
 def test_long_sequences_are_split_and_merged(backend: str, options: dict[str, Any]) -> None:
     lens, queries = [1500, 513, 512, 511, 4100], [1, 2, 1, 1, 3]
     problem = make_problem(lens, queries, heads=4, kv_heads=2, size=16, block_size=16)
@@ -138,6 +145,14 @@ def test_released_blocks_before_the_window_may_be_null(backend: str) -> None:
     problem = make_problem([100], [2], heads=2, kv_heads=2, size=64, block_size=16)
     problem.block_table[0, :4] = 0  # the window starts at position 100 - 2 - 30 + 1 = 69
     check(problem, sliding_window=30)
+
+
+@pytest.mark.parametrize(("sinks", "first"), [(16, 1), (17, 2), (3, 1)])
+def test_released_blocks_behind_sinks_may_be_null(backend: str, sinks: int, first: int) -> None:
+    problem = make_problem([100, 600], [2, 1], heads=2, kv_heads=2, size=64, block_size=16)
+    problem.block_table[0, first:4] = 0
+    problem.block_table[1, first : (600 - 30) // 16] = 0
+    check(problem, sliding_window=30, num_sink_tokens=sinks)
 
 
 def test_a_live_nan_is_not_hidden(backend: str) -> None:

@@ -11,7 +11,7 @@ from blocktable.attention.options import AttentionOptions
 from blocktable.attention.reference import (
     paged_attention_reference,
     per_head,
-    visible_range,
+    visible_keys,
     write_kv_reference,
 )
 from blocktable.core.errors import ConfigError
@@ -71,19 +71,33 @@ def test_sink_is_one_more_key_without_a_value() -> None:
 @pytest.mark.parametrize(
     ("options", "position", "expected"),
     [
-        ({}, 4, (0, 5)),
-        ({"causal": False}, 4, (0, 10)),
-        ({"sliding_window": 1}, 4, (4, 5)),
-        ({"sliding_window": 3}, 4, (2, 5)),
-        ({"sliding_window": 3, "causal": False}, 4, (2, 7)),
-        ({"chunk": 4}, 3, (0, 4)),
-        ({"chunk": 4}, 4, (4, 5)),
-        ({"chunk": 4, "causal": False}, 5, (4, 8)),
-        ({"chunk": 4, "sliding_window": 2}, 7, (6, 8)),
+        ({}, 4, (0, 0, 5)),
+        ({"causal": False}, 4, (0, 0, 10)),
+        ({"sliding_window": 1}, 4, (0, 4, 5)),
+        ({"sliding_window": 3}, 4, (0, 2, 5)),
+        ({"sliding_window": 3, "causal": False}, 4, (0, 2, 7)),
+        ({"sliding_window": 3, "num_sink_tokens": 1}, 4, (1, 2, 5)),
+        ({"sliding_window": 3, "num_sink_tokens": 5}, 4, (2, 2, 5)),
+        ({"sliding_window": 3, "num_sink_tokens": 5}, 1, (0, 0, 2)),
+        ({"chunk": 4}, 3, (0, 0, 4)),
+        ({"chunk": 4}, 4, (0, 4, 5)),
+        ({"chunk": 4, "causal": False}, 5, (0, 4, 8)),
+        ({"chunk": 4, "sliding_window": 2}, 7, (0, 6, 8)),
     ],
 )
-def test_visible_range(options: dict, position: int, expected: tuple[int, int]) -> None:
-    assert visible_range(position, 10, AttentionOptions(scale=1.0, **options)) == expected
+def test_visible_keys(options: dict, position: int, expected: tuple[int, int, int]) -> None:
+    assert visible_keys(position, 10, AttentionOptions(scale=1.0, **options)) == expected
+
+
+@pytest.mark.parametrize("sinks", [1, 4, 7, 40])
+def test_sink_tokens_stay_in_sight(sinks: int) -> None:
+    problem = make_problem([60], [50], heads=4, kv_heads=2, size=8, block_size=16)
+    at, query = torch.arange(60)[None], torch.arange(10, 60)[:, None]
+    mask = (at <= query) & ((at > query - 9) | (at < sinks))
+    got = paged_attention_reference(
+        *problem.args(), scale=0.2, sliding_window=9, num_sink_tokens=sinks
+    )
+    np.testing.assert_allclose(got.out, dense(problem, 0, mask).numpy(), atol=1e-12)
 
 
 def test_write_skips_pad_slots_and_divides_by_the_scale() -> None:
@@ -97,6 +111,9 @@ def test_write_skips_pad_slots_and_divides_by_the_scale() -> None:
 def test_wrong_arguments_are_named() -> None:
     with pytest.raises(ConfigError, match="sliding_window must be at least 1, got 0"):
         AttentionOptions(scale=1.0, sliding_window=0)
+    for options in ({"num_sink_tokens": 4}, {"num_sink_tokens": -1, "sliding_window": 8}):
+        with pytest.raises(ConfigError, match=r"num_sink_tokens -?[14] must be positive, beside"):
+            AttentionOptions(scale=1.0, **options)
     with pytest.raises(ConfigError, match=r"softcap must be above 0, got -1"):
         AttentionOptions(scale=1.0, softcap=-1.0)
     with pytest.raises(ConfigError, match="3 values fits neither 1 nor 2 heads"):

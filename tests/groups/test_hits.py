@@ -4,18 +4,24 @@ import numpy as np
 import pytest
 
 from blocktable.core.errors import ConfigError
+from blocktable.core.invariants import check
 from blocktable.core.specs import (
     ChunkedLocalAttentionSpec,
     CrossAttentionSpec,
     EncoderOnlyAttentionSpec,
     FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
     KVCacheSpec,
     MambaSpec,
     MLAAttentionSpec,
+    SinkFullAttentionSpec,
+    SinkWindowSpec,
     SlidingWindowSpec,
 )
 from blocktable.groups import Group, group_class
 from blocktable.groups.hits import common_hit
+from blocktable.manager import KVCacheManager
 
 ATTENTION = {"num_kv_heads": 1, "head_size": 1}
 
@@ -26,6 +32,10 @@ def make(spec: KVCacheSpec, number: int = 0, budget: int = 8) -> Group:
 
 def window(size: int, width: int) -> SlidingWindowSpec:
     return SlidingWindowSpec(block_size=size, sliding_window=width, **ATTENTION)
+
+
+def sinks(size: int, width: int, count: int) -> SinkWindowSpec:
+    return SinkWindowSpec(block_size=size, sliding_window=width, num_sink_tokens=count, **ATTENTION)
 
 
 def full(size: int) -> FullAttentionSpec:
@@ -72,10 +82,13 @@ def test_chunked_local_skips(computed: int, blocks: int) -> None:  # case B23
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
 @pytest.mark.parametrize("width", [1, 2, 4, 7, 8, 9])
-@pytest.mark.parametrize("kind", ["window", "chunk"])
+@pytest.mark.parametrize("kind", ["window", "chunk", "sinks 1", "sinks 4", "sinks 7"])
 def test_hits_by_definition(size: int, width: int, kind: str) -> None:
     """A hit of n blocks is right if everything the next token attends to is cached."""
-    if kind == "window":
+    head = int(kind.split()[1]) if kind.startswith("sinks") else 0
+    if head:
+        group = make(sinks(size, width, head))
+    elif kind == "window":
         group = make(window(size, width))
     else:
         spec = ChunkedLocalAttentionSpec(block_size=size, attention_chunk_size=width, **ATTENTION)
@@ -86,17 +99,81 @@ def test_hits_by_definition(size: int, width: int, kind: str) -> None:
         best = 0
         for blocks in range(10):
             tokens = blocks * size
-            if kind == "window":  # as the oracle has it, a window of 1 needs one block too
+            if kind != "chunk":  # as the oracle has it, a window of 1 needs one block too
                 first = max(0, tokens - max(width - 1, 1))
             else:
                 first = tokens // width * width
-            attended = {p // size for p in range(first, tokens)}
+            attended = {p // size for p in [*range(first, tokens), *range(min(head, tokens))]}
             if attended <= set(cached):
                 best = blocks
         entries = group.trim_hit(found(cached, 9))
         assert len(entries) == best
         kept = np.flatnonzero(entries)
         assert set(kept) <= set(cached) and (entries[kept] == kept + 100).all()
+        tokens = best * size
+        first = tokens // width * width if kind == "chunk" else max(0, tokens - (width - 1))
+        attended = {p // size for p in [*range(first, tokens), *range(min(head, tokens))]}
+        assert attended <= set(kept.tolist())
+
+
+@pytest.mark.parametrize(
+    ("cached", "row"),
+    [(range(9), [100, 101, 0, 0, 0, 0, 0, 107, 108]),
+     ([0, 1, 4, 5, 7, 8], [100, 101, 0, 0, 0, 0, 0, 107, 108]),
+     ([0, 1, 4, 5, 8], [100, 101, 0, 0, 104, 105]), ([0, 4, 5], [100]), ([4, 5], [])],
+)  # fmt: skip
+def test_a_hit_behind_sinks_needs_them_and_the_window(cached: list[int], row: list[int]) -> None:
+    """Block size 4, 5 sink tokens (2 blocks), window 8 (2 blocks)."""
+    assert make(sinks(4, 8, 5)).trim_hit(found(list(cached), 9)).tolist() == row
+
+
+def test_sinks_are_never_given_up() -> None:
+    spec = KVCacheConfig(40, (KVCacheGroupSpec((), sinks(4, 8, 5)),))
+    manager = KVCacheManager(spec, max_num_rows=2, max_model_len=100, seed=0)
+    tokens = list(range(41))
+    manager.admit(0, manager.find_hit(manager.sequence(tokens)), 16)
+    rows = np.array([0])
+    for _ in range(3):
+        manager.allocate(rows, 8)
+    manager.allocate(rows, 1)
+    # 40 tokens are computed, token 40 attends to 33 .. 40: blocks 8 and up, and the sinks
+    row = manager.tables[0].rows[0, :11]
+    assert (row != 0).tolist() == [True] * 2 + [False] * 6 + [True] * 3
+    assert manager.pool.used == 5
+    check(manager)
+    manager.release(rows)
+    hit = manager.find_hit(manager.sequence(tokens))
+    manager.admit(1, hit, 1)
+    assert hit.num_tokens == 40 and (hit.blocks[0] != 0).sum() == 4
+    check(manager)
+
+
+def test_static_sinks_take_blocks_from_the_pool_for_good() -> None:
+    static = SinkFullAttentionSpec(block_size=4, sink_len=8, **ATTENTION)
+    groups = [KVCacheGroupSpec((), static), KVCacheGroupSpec((), window(4, 8))]
+    manager = KVCacheManager(
+        KVCacheConfig(12, tuple(groups)), max_num_rows=2, max_model_len=40, seed=0
+    )
+    assert manager.groups[0].static_blocks.tolist() == [1, 2]
+    assert (manager.pool.usable, manager.pool.available, manager.pool.used) == (9, 9, 0)
+    manager.admit(0, manager.find_hit(manager.sequence(range(9))), 9)
+    assert manager.pool.used == 6 and not np.isin(manager.tables[0].rows, [1, 2]).any()
+    check(manager)
+    assert not manager.reset_prefix_cache()
+    manager.release(np.array([0]))
+    assert manager.reset_prefix_cache() and manager.pool.available == 9
+    check(manager)
+
+
+def test_static_sinks_must_be_whole_blocks_and_leave_room() -> None:
+    with pytest.raises(ConfigError, match="sink_len 6 is no multiple of the block size 4"):
+        SinkFullAttentionSpec(block_size=4, sink_len=6, **ATTENTION)
+    static = SinkFullAttentionSpec(block_size=4, sink_len=8, **ATTENTION)
+    KVCacheConfig(4, (KVCacheGroupSpec((), static),))
+    with pytest.raises(ConfigError, match="num_blocks is 3: 2 hold attention sinks"):
+        KVCacheConfig(3, (KVCacheGroupSpec((), static),))
+    with pytest.raises(ConfigError, match="num_sink_tokens must be a positive integer, got 0"):
+        sinks(4, 8, 0)
 
 
 def test_state_hits_need_only_the_last_state() -> None:

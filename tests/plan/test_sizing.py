@@ -10,6 +10,8 @@ from blocktable.core.specs import (
     EncoderOnlyAttentionSpec,
     FullAttentionSpec,
     MambaSpec,
+    SinkFullAttentionSpec,
+    SinkWindowSpec,
     SlidingWindowSpec,
 )
 
@@ -71,7 +73,12 @@ def test_blocks_of_each_kind():
     chunk = ChunkedLocalAttentionSpec(block_size=16, attention_chunk_size=64, **HEADS)
     assert [live_blocks(full, n) for n in (1, 16, 17, 500, 700)] == [1, 1, 2, 32, 44]
     assert [live_blocks(window, n) for n in (16, 33, 129, 10_000)] == [1, 3, 4, 4]
-    assert live_blocks(chunk, 10_000) <= 6
+    assert [live_blocks(window, n, step_tokens=50) for n in (20, 1000)] == [2, 7]
+    assert [live_blocks(chunk, 10_000, step_tokens=step) for step in (1, 16)] == [5, 6]
+    sinks = SinkWindowSpec(block_size=16, sliding_window=40, num_sink_tokens=20, **HEADS)
+    assert [live_blocks(sinks, n) for n in (16, 33, 81, 97, 10_000)] == [1, 3, 6, 6, 6]
+    static = SinkFullAttentionSpec(block_size=16, sink_len=32, **HEADS)
+    assert static.static_blocks == 2 and live_blocks(static, 17) == 2
     cross = CrossAttentionSpec(block_size=32, max_encoder_len=1500, **HEADS)
     assert live_blocks(cross, 1024) == 47
     assert live_blocks(EncoderOnlyAttentionSpec(block_size=16, **HEADS), 99) == 0

@@ -7,14 +7,10 @@ import pytest
 
 from blocktable.core.errors import ConfigError
 from blocktable.core.specs import (
-    ChunkedLocalAttentionSpec,
-    CrossAttentionSpec,
-    EncoderOnlyAttentionSpec,
     FullAttentionSpec,
-    MambaSpec,
     SlidingWindowSpec,
 )
-from blocktable.sched.capacity import longest_request, most_blocks
+from blocktable.sched.capacity import longest_request
 from blocktable.sched.config import SchedulerConfig
 from blocktable.sched.draft import NgramProposer
 from blocktable.sched.queue import WaitingQueue
@@ -111,17 +107,8 @@ def test_ngram_refuses_bad_lengths() -> None:
         NgramProposer(max_n=2, min_n=3)
 
 
-def test_most_blocks_of_each_kind() -> None:
+def test_the_longest_request_of_a_pool() -> None:
     heads = {"num_kv_heads": 1, "head_size": 8, "block_size": 16}
-    assert most_blocks(FullAttentionSpec(**heads), 100, 50) == 7
-    assert most_blocks(SlidingWindowSpec(**heads, sliding_window=32), 1000, 50) == 7
-    assert most_blocks(SlidingWindowSpec(**heads, sliding_window=32), 20, 50) == 2
-    assert most_blocks(ChunkedLocalAttentionSpec(**heads, attention_chunk_size=64), 9999, 16) == 6
-    assert most_blocks(CrossAttentionSpec(**heads, max_encoder_len=1500), 5, 16) == 94
-    assert most_blocks(EncoderOnlyAttentionSpec(**heads), 500, 16) == 0
-    state = {"block_size": 16, "shapes": ((4,),), "dtypes": ("float32",)}
-    assert most_blocks(MambaSpec(**state), 500, 16) == 1
-    assert most_blocks(MambaSpec(**state, cache_mode="all"), 500, 16) == 32
     full, window = FullAttentionSpec(**heads), SlidingWindowSpec(**heads, sliding_window=32)
     assert longest_request([full], 10, 1000, 64) == 160
     assert longest_request([full, window], 10, 1000, 16) == 96

@@ -52,18 +52,21 @@ static void key_rows(const T* base, const int32_t* table, const Pages& at, int b
 }
 
 // One step of the online softmax for one query row: scores become weights, acc is rescaled.
-// The row sees the tile's keys [first, end) of `count`; `slope * (key - position)` is added.
-static void soften(const Call& c, float* scores, int first, int end, int count, float slope,
-                   float offset, float* max, float* total, float* acc, int64_t vp) {
+// The row sees the tile's keys [0, head) and [first, end) of `count`; `slope * (key - position)` is
+// added.
+static void soften(const Call& c, float* scores, int head, int first, int end, int count,
+                   float slope, float offset, float* max, float* total, float* acc, int64_t vp) {
   const int n = (count + W - 1) / W;
   const bool whole = first <= 0 && end >= n * W;
   const vf low = set1(float(first)), high = set1(float(end)), none = set1(-INFINITY);
+  const vf sinks = set1(float(head));
   vf best = none;
   for (int i = 0; i < n; i++) {
     vf x = load(scores + i * W), index = add(lanes(), set1(float(i * W)));
     if (c.softcap > 0) x = mul(vtanh(mul(x, set1(1 / c.softcap))), set1(c.softcap));
     if (slope != 0) x = fma(add(index, set1(offset)), set1(slope), x);
-    if (!whole) x = where_in(x, index, low, high, none);
+    if (!whole)
+      x = where_in(x, index, low, high, head > 0 ? where_in(x, index, none, sinks, none) : none);
     store(scores + i * W, x);
     best = vmax(best, x);
   }
@@ -133,11 +136,11 @@ static void walk_keys(const Call& c, const Item& item, const Item* next, const S
     }
     for (int r = 0; r < rows; r++) {
       const int64_t position = item.position + r / group;
-      const Range seen = visible(shape, position, len);
+      const Seen seen = visible(shape, position, len);
       const float slope = c.slopes ? c.slopes[item.kv * group + r % group] : 0.0f;
-      soften(c, s.scores + r * KT, int(std::max<int64_t>(seen.first - at, 0)),
-             int(std::min<int64_t>(std::max<int64_t>(seen.end - at, 0), count)), count, slope,
-             float(at - position), s.max + r, s.total + r, s.acc + r * vp, vp);
+      auto in_tile = [&](int64_t key) { return int(std::clamp<int64_t>(key - at, 0, count)); };
+      soften(c, s.scores + r * KT, in_tile(seen.head), in_tile(seen.first), in_tile(seen.end), count,
+             slope, float(at - position), s.max + r, s.total + r, s.acc + r * vp, vp);
     }
     if (direct) {
       absorb_direct(s, rows, v_rows[side], v_next, count, fetch_count, c.size_v, vp);

@@ -47,7 +47,7 @@ static void free_plan(PyObject* capsule) {
 }
 
 // plan(table, table_stride, width, starts, lens, rows, tokens, heads, kv_heads, block_size,
-//      num_blocks, causal, window, chunk) -> capsule; ValueError for lengths or ids out of range.
+//      num_blocks, causal, window, sinks, chunk) -> capsule; ValueError for lengths or ids out of range.
 static PyObject* py_plan(PyObject*, PyObject* const* args, Py_ssize_t count) {
   Arguments a{args, count};
   const int32_t* table = a.address<const int32_t>();
@@ -65,6 +65,7 @@ static PyObject* py_plan(PyObject*, PyObject* const* args, Py_ssize_t count) {
   s.num_blocks = a.integer();
   s.causal = a.integer() != 0;
   s.window = a.integer();
+  s.sinks = a.integer();
   s.chunk = a.integer();
   if (!a.done()) return nullptr;
   try {

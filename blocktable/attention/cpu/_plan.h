@@ -30,14 +30,16 @@ struct Shape {
   int32_t heads, kv_heads, block_size;
   int64_t num_blocks;
   bool causal;
-  int64_t window, chunk;  // 0 = none
+  int64_t window, sinks, chunk;  // 0 = none; `sinks` first positions are seen beside the window
   int32_t group() const { return heads / kv_heads; }
 };
 
 struct Range { int64_t first, end; };
 
-// Keys a query at `position` sees: always one run.
-static inline Range visible(const Shape& s, int64_t position, int64_t seq_len) {
+// Keys a query sees: [0, head) and [first, end), head <= first.
+struct Seen { int64_t head, first, end; };
+
+static inline Seen visible(const Shape& s, int64_t position, int64_t seq_len) {
   int64_t first = 0, end = s.causal ? std::min(position + 1, seq_len) : seq_len;
   if (s.window) {
     first = std::max(first, position - s.window + 1);
@@ -48,7 +50,7 @@ static inline Range visible(const Shape& s, int64_t position, int64_t seq_len) {
     first = std::max(first, start);
     end = std::min(end, start + s.chunk);
   }
-  return {first, std::max(first, end)};
+  return {std::min(s.sinks, first), first, std::max(first, end)};
 }
 
 // Fixed lengths, so that a request's result does not depend on what else is in the batch.
@@ -60,6 +62,7 @@ struct Plan {
   std::vector<int32_t> starts, lens;
   std::vector<Item> items;
   std::vector<Merge> merges;
+  std::vector<Range> pieces;  // scratch of add_tile
   std::vector<int32_t> idle;  // query tokens that see nothing: padded rows, behind the last row
   int64_t part_rows = 0;      // rows of the partial result buffer
   int32_t max_rows = 0;       // most query rows of an item
@@ -98,26 +101,40 @@ struct Plan {
   void add_tile(int32_t row, int32_t token, int32_t tokens) {
     int64_t len = lens[row], count = starts[row + 1] - starts[row];
     int64_t position = len - count + (token - starts[row]);
-    Range low = visible(shape, position, len), high = visible(shape, position + tokens - 1, len);
-    Range keys = {std::min(low.first, high.first), std::max(low.end, high.end)};
+    Seen low = visible(shape, position, len), high = visible(shape, position + tokens - 1, len);
     int32_t rows = tokens * shape.group();
     int64_t split = rows <= kDirectRows ? kDecodeSplit : kPrefillSplit;
-    int64_t parts = std::max<int64_t>(1, (keys.end + split - 1) / split - keys.first / split);
+    cut({std::min(low.first, high.first), std::max(low.end, high.end)}, split);
     max_rows = std::max(max_rows, rows);
-    work += (keys.end - keys.first) * rows * shape.kv_heads;
+    for (const Range& keys : pieces) work += (keys.end - keys.first) * rows * shape.kv_heads;
     for (int32_t kv = 0; kv < shape.kv_heads; kv++) {
-      Item item{row, kv, token, tokens, int32_t(position), -1, -1, keys.first, keys.end};
-      if (parts == 1) { items.push_back(item); continue; }
-      item.merge = int32_t(merges.size());
-      merges.push_back({int32_t(items.size()), 0, int32_t(parts), part_rows});
-      for (int64_t p = 0; p < parts; p++) {
-        item.part = int32_t(p);
-        item.first = p ? (keys.first / split + p) * split : keys.first;
-        item.end = std::min(keys.end, (keys.first / split + p + 1) * split);
+      Item item{row, kv, token, tokens, int32_t(position), -1, -1, 0, 0};
+      bool split_up = pieces.size() > 1;
+      if (split_up) {
+        item.merge = int32_t(merges.size());
+        merges.push_back({int32_t(items.size()), 0, int32_t(pieces.size()), part_rows});
+        part_rows += int64_t(pieces.size()) * rows;
+      }
+      for (size_t p = 0; p < pieces.size(); p++) {
+        item.part = split_up ? int32_t(p) : -1;
+        item.first = pieces[p].first;
+        item.end = pieces[p].end;
         items.push_back(item);
       }
-      part_rows += parts * rows;
     }
+  }
+
+  // Keys that some query of a tile sees: the sinks in front of `run`, and `run` cut at multiples of
+  // `split`.
+  void cut(Range run, int64_t split) {
+    pieces.clear();
+    if (shape.sinks && run.first) pieces.push_back({0, std::min(shape.sinks, run.first)});
+    int64_t at = run.first;
+    do {
+      int64_t end = std::min(run.end, (at / split + 1) * split);
+      pieces.push_back({at, end});
+      at = end;
+    } while (at < run.end);
   }
 
   void build() {

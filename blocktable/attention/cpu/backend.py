@@ -50,11 +50,13 @@ def backend_name() -> BackendName:
 
 @lru_cache(maxsize=64)
 def _checked_options(
-    scale: float, causal: bool, sliding_window: int | None, chunk: int | None, softcap: float | None
-) -> AttentionOptions:
+    scale: float, causal: bool, sliding_window: int | None, num_sink_tokens: int,
+    chunk: int | None, softcap: float | None,
+) -> AttentionOptions:  # fmt: skip
     return AttentionOptions(
-        scale=scale, causal=causal, sliding_window=sliding_window, chunk=chunk, softcap=softcap
-    )
+        scale=scale, causal=causal, sliding_window=sliding_window,
+        num_sink_tokens=num_sink_tokens, chunk=chunk, softcap=softcap,
+    )  # fmt: skip
 
 
 @lru_cache(maxsize=1)
@@ -89,6 +91,7 @@ def paged_attention(
     scale: float,
     causal: bool = True,
     sliding_window: int | None = None,
+    num_sink_tokens: int = 0,
     chunk: int | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
@@ -110,7 +113,7 @@ def paged_attention(
             f"k_cache and v_cache need one dtype and a last stride of 1, got {k_cache.dtype} "
             f"{k_cache.stride()} and {v_cache.dtype} {v_cache.stride()}"
         )
-    options = _checked_options(scale, causal, sliding_window, chunk, softcap)
+    options = _checked_options(scale, causal, sliding_window, num_sink_tokens, chunk, softcap)
     shape = (query.shape[0], query.shape[1], v_cache.shape[3])
     if out is None:
         out = torch.empty(shape, dtype=query.dtype)

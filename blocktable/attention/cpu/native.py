@@ -60,7 +60,7 @@ class StepPlan:
 
     def native(self, key: tuple[Any, ...]) -> Any:
         """The compiled plan for (tokens, heads, kv heads, block size, blocks, causal, window,
-        chunk); ConfigError where lengths or block ids do not fit."""
+        sink tokens, chunk); ConfigError where lengths or block ids do not fit."""
         plan = self._plans.get(key)
         if plan is None:
             try:
@@ -108,8 +108,11 @@ def attend(
     tokens, heads = query.shape[0], query.shape[1]
     window, chunk = options.sliding_window or 0, options.chunk or 0
     native = plan.native(
-        (tokens, heads, kv_heads, block_size, num_blocks, options.causal, window, chunk)
-    )
+        (
+            tokens, heads, kv_heads, block_size, num_blocks, options.causal, window,
+            options.num_sink_tokens, chunk,
+        )
+    )  # fmt: skip
     sinks, slopes = _floats(sinks), _floats(alibi_slopes)
     k_factor, v_factor = _scale_array(k_scale, kv_heads), _scale_array(v_scale, kv_heads)
     q_token, q_head, _ = query.stride()

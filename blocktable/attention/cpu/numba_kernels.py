@@ -20,7 +20,7 @@ _FAST = {"reassoc", "contract", "nsz", "arcp"}  # not nnan/ninf: -inf marks mask
 
 
 @njit(nogil=True, cache=True, fastmath=_FAST, inline="always")
-def _visible(position, seq_len, causal, window, chunk):
+def _visible(position, seq_len, causal, window, sink_tokens, chunk):
     first, end = 0, seq_len
     if causal:
         end = min(end, position + 1)
@@ -30,7 +30,7 @@ def _visible(position, seq_len, causal, window, chunk):
     if chunk > 0:
         start = position // chunk * chunk
         first, end = max(first, start), min(end, start + chunk)
-    return first, max(first, end)
+    return min(sink_tokens, first), first, max(first, end)
 
 
 @njit(nogil=True, cache=True, fastmath=_FAST)
@@ -92,7 +92,7 @@ def _absorb_page(scores, v_page, live, codes, table, top, total, acc):
 @njit(nogil=True, cache=True, fastmath=_FAST)
 def attend_items(
     items, query, k_cache, v_cache, block_table, starts, lens, codes, code_table, scale, causal,
-    window, chunk, softcap, sinks, slopes, k_factor, v_factor, out, lse,
+    window, sink_tokens, chunk, softcap, sinks, slopes, k_factor, v_factor, out, lse,
 ):  # fmt: skip
     """Run work items (row, kv head, first token, tokens) [n, 4]; writes float32 out and lse.
 
@@ -107,29 +107,34 @@ def attend_items(
         base = seq_len - (starts[row + 1] - starts[row]) + (token - starts[row])
         q = np.empty((rows, query.shape[2]), np.float32)
         top, total = np.full(rows, -np.inf, np.float32), np.zeros(rows, np.float32)
-        first_of, end_of = np.empty(rows, np.int64), np.empty(rows, np.int64)
+        head_of, first_of = np.empty(rows, np.int64), np.empty(rows, np.int64)
+        end_of = np.empty(rows, np.int64)
         acc = np.zeros((rows, size_v), np.float32)
         scores = np.empty((rows, block_size), np.float32)
         for r in range(rows):
             head = kv * group + r % group
             for d in range(query.shape[2]):
                 q[r, d] = query[token + r // group, head, d] * scale * k_factor[kv]
-            first_of[r], end_of[r] = _visible(base + r // group, seq_len, causal, window, chunk)
+            head_of[r], first_of[r], end_of[r] = _visible(
+                base + r // group, seq_len, causal, window, sink_tokens, chunk
+            )
             if sinks.size:
                 top[r], total[r] = sinks[head], 1
-        first, end = first_of.min(), end_of.max()
-        for page in range(first // block_size, (end + block_size - 1) // block_size):
-            block, start = np.int64(block_table[row, page]), page * block_size
-            live = (max(first - start, 0), min(end - start, block_size))
-            _score_page(q, k_cache[block, kv], live, codes, code_table, softcap, scores)
-            for r in range(rows):
-                slope = slopes[kv * group + r % group] if slopes.size else np.float32(0)
-                position = base + r // group
-                for j in range(live[0], live[1]):
-                    scores[r, j] += slope * (start + j - position)
-                    if start + j < first_of[r] or start + j >= end_of[r]:
-                        scores[r, j] = -np.inf
-            _absorb_page(scores, v_cache[block, kv], live, codes, code_table, top, total, acc)
+        run = first_of.min()
+        for first, end in ((0, min(sink_tokens, run)), (run, end_of.max())):
+            for page in range(first // block_size, (end + block_size - 1) // block_size):
+                block, start = np.int64(block_table[row, page]), page * block_size
+                live = (max(first - start, 0), min(end - start, block_size))
+                _score_page(q, k_cache[block, kv], live, codes, code_table, softcap, scores)
+                for r in range(rows):
+                    slope = slopes[kv * group + r % group] if slopes.size else np.float32(0)
+                    position = base + r // group
+                    for j in range(live[0], live[1]):
+                        key = start + j
+                        scores[r, j] += slope * (key - position)
+                        if key >= end_of[r] or head_of[r] <= key < first_of[r]:
+                            scores[r, j] = -np.inf
+                _absorb_page(scores, v_cache[block, kv], live, codes, code_table, top, total, acc)
         for r in range(rows):
             t, head = token + r // group, kv * group + r % group
             factor = v_factor[kv] / total[r] if total[r] > 0 else np.float32(0)
