@@ -49,6 +49,7 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "mixtral": _config("MixtralConfig", **_MOE),
     "qwen3_moe": _config("Qwen3MoeConfig", head_dim=8, **_QWEN_MOE),
     "olmo2": _config("Olmo2Config"),
+    "olmo3": _config("Olmo3Config", layer_types=_MIXED, **_WINDOW),
     "granite": _config("GraniteConfig", attention_multiplier=0.4),
     "cohere2": _config("Cohere2Config", layer_types=_MIXED, **_WINDOW),
     "smollm3": _config("SmolLM3Config", no_rope_layers=[1, 0]),
@@ -102,6 +103,11 @@ HYBRID_CONFIGS: dict[str, Callable[[], Any]] = {
         "Qwen3NextConfig", head_dim=8, layer_types=["linear_attention", "full_attention"],
         linear_num_value_heads=4, linear_num_key_heads=2, linear_key_head_dim=8,
         linear_value_head_dim=8, shared_expert_intermediate_size=24, **_QWEN_MOE,
+    ),
+    "qwen3_5": _config(
+        "Qwen3_5TextConfig", head_dim=8, layer_types=["linear_attention", "full_attention"],
+        linear_num_value_heads=4, linear_num_key_heads=2, linear_key_head_dim=8,
+        linear_value_head_dim=8,
     ),
 }  # fmt: skip
 """Layers with a state of their own, some beside attention."""
