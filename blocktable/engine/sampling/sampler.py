@@ -119,6 +119,7 @@ class Sampler:
         self._eos = tuple(eos_token_ids)
         self._seeds = np.random.default_rng(seed)
         self._plan: _Plan | None = None
+        self._fused = self.device.type == "cuda"  # one kernel draws for rows without filters
 
     def fresh_seed(self) -> int:
         """A seed for a request that brings none; keep it, to resume the request with it."""
@@ -199,6 +200,8 @@ class Sampler:
         simple = simple and not len(plan.ends) and mask is None and not guided
         if simple and not len(plan.random):
             return SamplerOutput(most_likely(logits), None)
+        if simple and self._fused and not len(plan.filtered):
+            return SamplerOutput(self._draw_in_one(logits, rows, positions, plan), None)
         logits = logits.float()
         raw = self._rows_of(logits, plan.logprobs).clone() if len(plan.logprobs) else None
         self._shape(logits, rows, positions, plan, mask)
@@ -325,11 +328,22 @@ class Sampler:
     def _draw_in_one(
         self, logits: Tensor, rows: RowIds, positions: NDArray[np.int64], plan: _Plan
     ) -> Tensor:
-        """Rows that have a temperature and nothing else, on a GPU."""
+        """Every row at once, where none has top-k or top-p; temperature 0 is the most likely."""
         from blocktable.engine.sampling.triton_draw import draw_rows
 
         uniform = self._upload(uniforms(self.rows.key[rows], positions))
-        return draw_rows(logits, plan.floats[0], uniform)
+        return draw_rows(logits, plan.floats[0], plan.floats[2], uniform)
+
+    def _draw_unfiltered(
+        self, logits: Tensor, temperature: Tensor, uniform: Tensor, min_p: Tensor, any_min_p: bool
+    ) -> Tensor:
+        """Rows without top-k and top-p. On a GPU they take the kernel of ``_draw_in_one``, so that
+        a row's token does not depend on what others in the batch ask for."""
+        if self._fused:
+            from blocktable.engine.sampling.triton_draw import draw_rows
+
+            return draw_rows(logits, temperature, min_p, uniform)
+        return draw_plain(logits / temperature.unsqueeze(-1), uniform, min_p if any_min_p else None)
 
     def _draw_random(
         self, logits: Tensor, rows: RowIds, positions: NDArray[np.int64], plan: _Plan
@@ -338,10 +352,11 @@ class Sampler:
         random = plan.random
         uniform = self._upload(uniforms(self.rows.key[rows[random]], positions[random]))
         temperature, top_p, min_p = (self._rows_of(x, random) for x in plan.floats[:3])
-        scaled = self._rows_of(logits, random) / temperature.unsqueeze(-1)
+        logits = self._rows_of(logits, random)
         top_k = self._rows_of(plan.top_k, random)
         if not len(plan.filtered):
-            return draw_plain(scaled, uniform, min_p if plan.any_min_p else None)
+            return self._draw_unfiltered(logits, temperature, uniform, min_p, plan.any_min_p)
+        scaled = logits / temperature.unsqueeze(-1)
         if not len(plan.plain):
             return draw_filtered(scaled, uniform, top_k, top_p, min_p, plan.largest_k)
         tokens = torch.empty(len(random), dtype=torch.int64, device=self.device)
@@ -350,8 +365,8 @@ class Sampler:
             scaled[chosen], uniform[chosen], top_k[chosen], top_p[chosen], min_p[chosen],
             plan.largest_k,
         )  # fmt: skip
-        tokens[plain] = draw_plain(
-            scaled[plain], uniform[plain], min_p[plain] if plan.any_min_p else None
+        tokens[plain] = self._draw_unfiltered(
+            logits[plain], temperature[plain], uniform[plain], min_p[plain], plan.any_min_p
         )
         return tokens
 

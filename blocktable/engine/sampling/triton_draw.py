@@ -8,7 +8,8 @@ logits twice takes 0.04 ms. A program takes a row::
     pass 2   the sum of exp((logit - largest) / temperature), tile by tile
     then     the tile in which uniform * total falls, and the place inside it
 
-Temperature 0 takes the largest logit. Sums of a tile are float32, sums of tiles float64.
+``min_p`` drops tokens less likely than that share of the most likely one. Temperature 0 takes the
+largest logit. Sums of a tile are float32, sums of tiles float64.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false
@@ -28,7 +29,7 @@ _TILE = 4096
 
 @triton.jit
 def draw_kernel(
-    logits, temperatures, uniforms, tokens, sums, logits_row, vocab, num_tiles,
+    logits, temperatures, min_ps, uniforms, tokens, sums, logits_row, vocab, num_tiles,
     TILE: tl.constexpr, MAX_TILES: tl.constexpr,
 ):  # fmt: skip
     """One row a program; logits [n, vocab], sums float64 [n, MAX_TILES] scratch."""
@@ -47,10 +48,12 @@ def draw_kernel(
     if temperature == 0.0:
         token = tl.min(tl.where(top == largest, where, vocab), 0)
     else:
+        floor = tl.load(min_ps + row)
         for tile in range(num_tiles):
             index = tile * TILE + at
             x = tl.load(base + index, mask=index < vocab, other=float("-inf")).to(tl.float32)
-            mass = tl.sum(tl.exp((x - largest) / temperature), 0)
+            weight = tl.exp((x - largest) / temperature)
+            mass = tl.sum(tl.where(weight < floor, 0.0, weight), 0)
             tl.store(sums + row * MAX_TILES + tile, mass.to(tl.float64))
         tl.debug_barrier()
         tiles = tl.arange(0, MAX_TILES)
@@ -63,7 +66,8 @@ def draw_kernel(
         before = tl.sum(tl.where(tiles < chosen, mass, 0.0), 0)
         index = chosen * TILE + at
         x = tl.load(base + index, mask=index < vocab, other=float("-inf")).to(tl.float32)
-        weight = tl.exp((x - largest) / temperature).to(tl.float64)
+        weight = tl.exp((x - largest) / temperature)
+        weight = tl.where(weight < floor, 0.0, weight).to(tl.float64)
         inside = tl.cumsum(weight, 0)
         place = tl.sum((inside <= target - before).to(tl.int32), 0)
         last_place = tl.max(tl.where(weight > 0, at, 0), 0)
@@ -72,12 +76,13 @@ def draw_kernel(
 
 
 def draw_rows(
-    logits: torch.Tensor, temperatures: torch.Tensor, uniforms: torch.Tensor
+    logits: torch.Tensor, temperatures: torch.Tensor, min_ps: torch.Tensor, uniforms: torch.Tensor
 ) -> torch.Tensor:
     """One token a row: int64 [n].
 
     logits [n, V] of any float type, rows contiguous; temperatures float32 [n], 0 = the most
-    likely; uniforms float64 [n] in [0, 1). One launch, no sync; reads the logits twice.
+    likely; min_ps float32 [n], 0 drops nothing; uniforms float64 [n] in [0, 1).
+    One launch, no sync; reads the logits twice.
     """
     rows, vocab = logits.shape
     tiles = ceil_div(vocab, _TILE)
@@ -85,7 +90,7 @@ def draw_rows(
     tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
     sums = torch.empty((rows, room), dtype=torch.float64, device=logits.device)
     draw_kernel[(rows,)](
-        logits, temperatures, uniforms, tokens, sums, logits.stride(0), vocab, tiles,
+        logits, temperatures, min_ps, uniforms, tokens, sums, logits.stride(0), vocab, tiles,
         TILE=_TILE, MAX_TILES=room, num_warps=16,
     )  # fmt: skip
     return tokens
@@ -95,8 +100,8 @@ COMPILE_CASES = [
     CompileCase(
         draw_kernel,
         {
-            "logits": "*bf16", "temperatures": "*fp32", "uniforms": "*fp64", "tokens": "*i64",
-            "sums": "*fp64", "logits_row": "i64", "vocab": "i32", "num_tiles": "i32",
+            "logits": "*bf16", "temperatures": "*fp32", "min_ps": "*fp32", "uniforms": "*fp64",
+            "tokens": "*i64", "sums": "*fp64", "logits_row": "i64", "vocab": "i32", "num_tiles": "i32",
         },
         {"TILE": _TILE, "MAX_TILES": 64},
         num_warps=16,
