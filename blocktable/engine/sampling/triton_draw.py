@@ -101,7 +101,8 @@ COMPILE_CASES = [
         draw_kernel,
         {
             "logits": "*bf16", "temperatures": "*fp32", "min_ps": "*fp32", "uniforms": "*fp64",
-            "tokens": "*i64", "sums": "*fp64", "logits_row": "i64", "vocab": "i32", "num_tiles": "i32",
+            "tokens": "*i64", "sums": "*fp64", "logits_row": "i64", "vocab": "i32",
+            "num_tiles": "i32",
         },
         {"TILE": _TILE, "MAX_TILES": 64},
         num_warps=16,
