@@ -1,8 +1,9 @@
 """Attention over a paged KV cache: one signature, several back ends.
 
 ``paged_attention`` and ``write_kv`` take torch tensors and go to the back end of their device: CPU
-tensors to :mod:`blocktable.attention.cpu`, CUDA tensors to :mod:`blocktable.attention.triton`. The
-meaning of every argument is that of :mod:`blocktable.attention.reference`.
+tensors to :mod:`blocktable.attention.cpu`, CUDA tensors to :mod:`blocktable.attention.triton`, or
+to a library that is asked for by name (:mod:`blocktable.attention.adapters`). The meaning of every
+argument is that of :mod:`blocktable.attention.reference`.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ def paged_attention(
     seq_lens: torch.Tensor,
     *,
     scale: float,
+    backend: str | None = None,
+    plan: Any = None,
     **options: Any,
 ) -> torch.Tensor | AttentionOutput:
     """Attention of a ragged batch of queries over keys and values in pages, read in place.
@@ -38,20 +41,30 @@ def paged_attention(
         the last positions of its seq_lens[i]. seq_lens: int32 [n]; 0 is a padded row (zeros).
     options: causal (True), sliding_window, num_sink_tokens (on a CPU), chunk, softcap (see
         AttentionOptions), sinks [Hq], alibi_slopes [Hq], k_scale, v_scale (number, [1] or [Hkv]),
-        out [T, Hq, Dv], return_lse (False), and ``plan`` on back ends that can prepare one.
+        out [T, Hq, Dv], return_lse (False).
+    backend: "flashinfer" or "flash_attn" for that library, where it is installed; None for ours.
+    plan: the step's work made ready, by a back end or a library that can; its maker runs it.
 
     Returns out [T, Hq, Dv] in the query's dtype, or AttentionOutput with ``return_lse``. Raises
-    ConfigError for arrays that do not fit each other. Cost: one read of the live K and V.
+    ConfigError for arrays that do not fit each other, and for a library that is not installed or
+    cannot serve such a layer. Cost: one read of the live K and V.
     """
+    if hasattr(plan, "attend"):
+        from blocktable.attention.adapters import attend_planned
+
+        return attend_planned(plan, query, k_cache, v_cache, scale=scale, **options)
+    arrays = (query, k_cache, v_cache, block_table, query_start_loc, seq_lens)
+    if backend is not None:
+        from blocktable.attention.adapters import attend_once
+
+        return attend_once(backend, *arrays, scale=scale, **options)
     if query.is_cuda:
         if options.pop("num_sink_tokens", 0):
             raise ConfigError("num_sink_tokens is supported on the CPU only")
         from blocktable.attention.triton import paged_attention as run
     else:
         from blocktable.attention.cpu import paged_attention as run
-    return run(
-        query, k_cache, v_cache, block_table, query_start_loc, seq_lens, scale=scale, **options
-    )
+    return run(*arrays, scale=scale, plan=plan, **options)
 
 
 def write_kv(

@@ -158,7 +158,8 @@ def _runner(options: EngineOptions, batched: int, *parts: Any) -> ModelRunner:
 
     return GraphRunner(
         *parts, max_num_seqs=options.max_num_seqs, max_num_batched_tokens=batched,
-        compile=options.compile is not False, use_graphs=options.cuda_graphs, **backend,
+        compile=options.compile is not False, use_graphs=options.cuda_graphs,
+        attention_backend=options.attention_backend, **backend,
     )  # fmt: skip
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from blocktable.attention.options import BACKENDS
 from blocktable.core.errors import ConfigError
 from blocktable.sched.draft import DraftProposer
 
@@ -38,6 +39,9 @@ class EngineOptions:
             on a GPU.
         compile: compile the decoder blocks with torch.compile; None does so on a GPU.
         cuda_graphs: replay decode steps as CUDA graphs (GPU only).
+        attention_backend: what attends on a GPU: "auto" (ours, or FlashInfer or FlashAttention
+            where one is installed and measured to be faster for a kind of step), "triton" (ours),
+            "flashinfer" or "flash_attn" (that library, for every step).
         gpu_memory_utilization: share of a GPU's whole memory that weights, activations and the
             pool may take together, where neither ``num_blocks`` nor ``memory_bytes`` is given.
         tensor_parallel_size: ranks that share the model, each with its part of the heads. They are
@@ -73,6 +77,7 @@ class EngineOptions:
     async_steps: bool | None = None
     compile: bool | None = None
     cuda_graphs: bool = True
+    attention_backend: str = "auto"
     gpu_memory_utilization: float = 0.9
     tensor_parallel_size: int = 1
     rank_timeout: float = 60.0
@@ -99,7 +104,20 @@ class EngineOptions:
             )
         if not (self.device == "cpu" or self.device.split(":")[0] == "cuda"):
             raise ConfigError(f"device must be cpu or cuda, got {self.device!r}")
+        self._check_attention()
         self._check_drafts()
+
+    def _check_attention(self) -> None:
+        if self.attention_backend not in BACKENDS:
+            raise ConfigError(
+                f"attention_backend must be one of {', '.join(BACKENDS)}, got "
+                f"{self.attention_backend!r}"
+            )
+        if self.attention_backend != "auto" and not self.on_gpu:
+            raise ConfigError(
+                f"attention_backend {self.attention_backend!r} needs device cuda, got "
+                f"{self.device!r}"
+            )
 
     def _check_drafts(self) -> None:
         count = self.num_draft_tokens

@@ -19,10 +19,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from blocktable.attention.adapters import Tables
+from blocktable.attention.options import OURS
 from blocktable.core.specs import AttentionSpec
 from blocktable.device.block_table import MultiGroupBlockTable
 from blocktable.device.graphs import GraphPool, StaticInputs, StepInputs, capture_sizes, padded_size
 from blocktable.engine.attention_glue import AttentionSwitch, GroupStep, PagedStep
+from blocktable.engine.gpu.libraries import Planner, with_libraries
 from blocktable.engine.gpu.op import (
     COMPILED_NAME,
     RunningStep,
@@ -45,11 +48,12 @@ class GraphRunner(ModelRunner):
     max_num_seqs, max_num_batched_tokens: sizes of the fixed buffers.
     compile: compile the decoder blocks (``op.compile_blocks``).
     use_graphs: off for measuring what graphs give.
+    attention_backend: see ``EngineOptions``.
     """
 
     def __init__(
         self, *args: Any, max_num_seqs: int, max_num_batched_tokens: int, compile: bool = True,
-        use_graphs: bool = True, **kwargs: Any,
+        use_graphs: bool = True, attention_backend: str = OURS, **kwargs: Any,
     ) -> None:  # fmt: skip
         super().__init__(*args, **kwargs)
         model, probed, _, config, manager = args[:5]
@@ -68,10 +72,16 @@ class GraphRunner(ModelRunner):
         shapes = group_shapes(
             probed.layers, self.memory.caches, len(hosts), model.dtype, self.device
         )
-        self._planners = [
+        planners = [
             None if shape is None else GroupPlanner(shape, host, self.device, max_num_seqs)
             for shape, host in zip(shapes, hosts, strict=True)
         ]
+        device_tables = self.tables.device_tables.tables
+        self._planners: list[Planner | None] = with_libraries(
+            attention_backend, planners, probed.layers, self.memory.caches,
+            [Tables(h.rows, table) for h, table in zip(hosts, device_tables, strict=True)],
+            model.dtype, max(max_num_seqs, 2),
+        )  # fmt: skip
         # a compiler makes a second build for a single token: one request is padded to two
         sizes = [size for size in capture_sizes(max_num_seqs, step=16) if size > 1] or [2]
         self._graphs = {shares: GraphPool(sizes, self.device) for shares in (False, True)}
@@ -234,7 +244,6 @@ class GraphRunner(ModelRunner):
         variants = (False, True) if any(p.max_tiles for p in planners) else (False,)
         for shares in variants:
             for size in reversed(self.capture_sizes):
-                starts, lens = np.zeros(size + 1, np.int32), np.zeros(size, np.int32)
                 staged = self._inputs.stage(
                     nothing, nothing, nothing, nothing,
                     num_reqs_padded=size, num_tokens_padded=size,
@@ -242,7 +251,7 @@ class GraphRunner(ModelRunner):
                 step_plans = []
                 for planner in planners:
                     held = planner.buffers(size, shares)
-                    held.load(planner.host_plan(nothing, starts, lens, num_tokens=size))
+                    held.load(planner.decode_plan(nothing, nothing, size))
                     step_plans.append(held.plan)
                 self._graphs[shares].run(size, partial(self._captured_pass, staged, step_plans))
         return sum(len(pool.captured) for pool in self._graphs.values())
