@@ -29,7 +29,7 @@ def _attend(module: Any, group: int, block_m: int, plain: bool) -> CompileCase:
         "WINDOW": 0 if plain else 512, "CHUNK": 0, "SOFTCAP": not plain, "HAS_SINK": not plain,
         "HAS_ALIBI": not plain, "K_SCALED": not plain, "V_SCALED": not plain,
         "HAS_LSE": not plain, "V_IN_K": False, "GATHERS": block_m > 16, "SKIP_MASK": block_m > 16,
-        "PRECISION": "tf32", "WIDE": False, "STARTS_NEXT": False, "FOLLOWS": False, "MERGE_P": 8,
+        "AS_HALF": False, "PRECISION": "tf32", "WIDE": False, "STARTS_NEXT": False, "FOLLOWS": False, "MERGE_P": 8,
         **dict.fromkeys(absent),
     }  # fmt: skip
     return _case(module.attend_kernel, types, constants, 4)
@@ -58,6 +58,25 @@ def _merge(module: Any) -> CompileCase:
     return _case(module.merge_kernel, types, constants, 1)
 
 
+def _tile(module: Any, size: int, block_n: int, stages: int, plain: bool) -> CompileCase:
+    from triton.experimental.gluon import language as gl
+
+    layout = gl.NVMMASharedLayout(128, 16, 2)
+    types = {
+        **dict.fromkeys(("k_desc", "v_desc"), f"tensordesc<bf16[16, 64],{layout!r}>"),
+        **dict.fromkeys(("query", "out"), "*bf16"),
+        **dict.fromkeys(("block_table", "items", "tokens"), "*i32"),
+        **dict.fromkeys(("lse_out", "part_out", "part_lse", "sinks"), "*fp32"),
+        "scale": "fp32", "softcap": "fp32",
+    }  # fmt: skip
+    constants = {
+        "HQ": 32, "HKV": 8, "D": size, "BS": 16, "ROWS": 16, "BLOCK_N": block_n, "STAGES": stages,
+        "CAUSAL": True, "WINDOW": 0 if plain else 512, "CHUNK": 0, "SOFTCAP": not plain,
+        "HAS_SINK": not plain, "HAS_LSE": not plain, "STARTS_NEXT": plain,
+    }  # fmt: skip
+    return _case(module.tile_kernel, types, constants, 4)
+
+
 def cases(name: str) -> list[CompileCase]:
     """``COMPILE_CASES`` of a module, or the ones listed here."""
     module = importlib.import_module(name)
@@ -69,6 +88,9 @@ def cases(name: str) -> list[CompileCase]:
         return [_write(module, from_table) for from_table in (False, True)]
     if name.endswith("triton.merge"):
         return [_merge(module)]
+    if name.endswith("triton.tile_hopper"):
+        shapes = ((128, 128, 2, True), (64, 64, 4, True), (128, 128, 2, False))
+        return [_tile(module, *shape) for shape in shapes]
     if name.endswith("device.copy_kernel"):
         types = dict.fromkeys(("source_bases", "target_bases", "pairs"), "*i64")
         types |= dict.fromkeys(("source_stride", "target_stride", "words"), "i64")

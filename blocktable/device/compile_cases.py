@@ -1,8 +1,8 @@
 """How a module says which builds of its Triton kernels must compile.
 
-Each module that defines Triton kernels has a list ``COMPILE_CASES``; kernels that are launched are
-named ``*_kernel``. ``tests/test_triton_compile.py`` finds those modules, compiles every case for
-NVIDIA sm_90 and AMD gfx942 without a GPU, and fails for a kernel without a case::
+Each module that defines Triton kernels has a list ``COMPILE_CASES``. The tests find those modules,
+compile every case for NVIDIA sm_90 and AMD gfx942 (Gluon kernels for sm_90) without a GPU, and fail
+for a kernel (a jit function that no other one calls) without a case::
 
     COMPILE_CASES = [
         CompileCase(scale_kernel, {"x": "*fp32", "n": "i32"}, {"TILE": 128}),

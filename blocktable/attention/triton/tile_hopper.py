@@ -32,6 +32,20 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
 OUTSIDE = gl.constexpr(0x7FFF0000)
+# Triton 3.6 and 3.9 differ in these names
+async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+group_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
+REINTERPRETS = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
+
+
+@gluon.jit
+def _tile(panels, BLOCK_N: gl.constexpr, D: gl.constexpr):
+    """The panels of one stage as the tile [BLOCK_N, D] that they are."""
+    layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    if REINTERPRETS:
+        return panels.reinterpret(panels.dtype, [BLOCK_N, D], layout)
+    else:
+        return panels._reinterpret(panels.dtype, [BLOCK_N, D], layout)
 
 
 @gluon.jit
@@ -52,7 +66,7 @@ def _load_pages(
         row = gl.where(key < kv_end, row, OUTSIDE)
         for half in gl.static_range(HALVES):
             box = smem.slice(half * BLOCK_N + p * ROWS, ROWS, 0)
-            tma.async_copy_global_to_shared(desc, [row, head_col + half * 64], bar, box)
+            async_load(desc, [row, head_col + half * 64], bar, box)
 
 
 @gluon.jit
@@ -145,7 +159,6 @@ def _consume(
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
     q_layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
-    tile: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     rows: gl.constexpr = gl.SliceLayout(1, s_layout)
 
     packed_rows = gl.load(item + 5)
@@ -165,7 +178,7 @@ def _consume(
     q_tile = q_smem.index(INDEX)
     q_tile.store(q)
     fence_async_shared()
-    gl.thread_barrier()
+    group_barrier()
 
     m = INDEX * 64 + gl.arange(0, 64, rows)
     live = m < packed_rows
@@ -196,10 +209,10 @@ def _consume(
     no_scores = gl.zeros([64, BLOCK_N], gl.float32, s_layout)
 
     mbarrier.wait(k_full.index(0), 0)
-    k = k_smem.index(0)._reinterpret(dtype, [BLOCK_N, D], tile)
+    k = _tile(k_smem.index(0), BLOCK_N, D)
     scores = warpgroup_mma(q_tile, k.permute((1, 0)), no_scores, use_acc=False, is_async=True)
     scores = warpgroup_mma_wait(0, [scores])
-    gl.thread_barrier()
+    group_barrier()
     mbarrier.arrive(k_empty.index(0), count=1)
     start = first_key + (tiles - 1) * BLOCK_N
     weights, shrink, top, total = _softmax(
@@ -211,14 +224,14 @@ def _consume(
         stage = i % STAGES
         phase = (i // STAGES) & 1
         mbarrier.wait(k_full.index(stage), phase)
-        k = k_smem.index(stage)._reinterpret(dtype, [BLOCK_N, D], tile)
+        k = _tile(k_smem.index(stage), BLOCK_N, D)
         scores = warpgroup_mma(q_tile, k.permute((1, 0)), no_scores, use_acc=False, is_async=True)
         before = (i - 1) % STAGES
         mbarrier.wait(v_full.index(before), ((i - 1) // STAGES) & 1)
-        v = v_smem.index(before)._reinterpret(dtype, [BLOCK_N, D], tile)
+        v = _tile(v_smem.index(before), BLOCK_N, D)
         acc = warpgroup_mma(p, v, acc, is_async=True)
         scores = warpgroup_mma_wait(1, [scores])
-        gl.thread_barrier()
+        group_barrier()
         mbarrier.arrive(k_empty.index(stage), count=1)
         start -= BLOCK_N
         weights, shrink, top, total = _softmax(
@@ -226,13 +239,13 @@ def _consume(
             BLOCK_N, SOFTCAP, s_layout,
         )  # fmt: skip
         acc = warpgroup_mma_wait(0, [acc])
-        gl.thread_barrier()
+        group_barrier()
         mbarrier.arrive(v_empty.index(before), count=1)
         acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, o_layout))[:, None]
         p = gl.convert_layout(weights.to(dtype), p_layout)
     last = (tiles - 1) % STAGES
     mbarrier.wait(v_full.index(last), ((tiles - 1) // STAGES) & 1)
-    v = v_smem.index(last)._reinterpret(dtype, [BLOCK_N, D], tile)
+    v = _tile(v_smem.index(last), BLOCK_N, D)
     acc = warpgroup_mma(p, v, acc, is_async=True)
     acc = warpgroup_mma_wait(0, [acc])
 
