@@ -260,6 +260,10 @@ def _leave() -> NoReturn:
 def _run(runner: ModelRunner, step: RankStep) -> None:
     message = step.message
     forks = zip(message.fork_rows.tolist(), message.fork_parents.tolist(), strict=True)
+    sample_rows = step.rows[step.sample_index]
+    drawn = len(sample_rows) - len(np.unique(sample_rows))
+    if drawn:  # children that only draw a token come last; the message names their parents
+        sample_rows[-drawn:] = message.fork_rows[-drawn:]
     nobody: Any = SimpleNamespace(request_id=None)
     runner.execute(
         SchedulerOutput(
@@ -268,7 +272,7 @@ def _run(runner: ModelRunner, step: RankStep) -> None:
             num_scheduled=step.num_scheduled,
             num_computed=step.num_computed,
             num_total=int(step.num_scheduled.sum()),
-            sample_rows=step.rows[step.sample_index],
+            sample_rows=sample_rows,
             sample_index=step.sample_index,
             forked=tuple(Fork(nobody, row, parent) for row, parent in forks),
             released=message.released,

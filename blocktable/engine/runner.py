@@ -117,7 +117,7 @@ class ModelRunner:
             inputs = inputs._replace(logits_at=np.concatenate([inputs.logits_at, also]))
         logits = self._forward(output, inputs)
         if self._mixers.modules:
-            self._fork_states(output, running=False)
+            self._mixers.fork(_forks(output, drawn=True))
         return logits
 
     def remember(self, rows: NDArray[np.int32], token_ids: torch.Tensor) -> None:
@@ -178,20 +178,19 @@ class ModelRunner:
 
     def _enter_states(self, output: SchedulerOutput) -> None:
         """Bring the stateful mixers' request states in line with the step."""
-        self._mixers.release(output.released.tolist())
-        self._fork_states(output, running=True)
+        self._mixers.fork(_forks(output, drawn=False), output.released.tolist())
         self._mixers.enter_step(
             output.rows.tolist(), output.num_computed.tolist(), output.query_start_loc.tolist()
         )
 
-    def _fork_states(self, output: SchedulerOutput, *, running: bool) -> None:
-        """Copy states to children: those that run in this step before it, the others (which only
-        draw their first token from it) after it."""
-        if output.forked:
-            in_step = set(output.rows.tolist())
-            for fork in output.forked:
-                if (fork.row in in_step) == running:
-                    self._mixers.fork(fork.parent_row, fork.row)
-
     def _to_device(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self.device, non_blocking=True)
+
+
+def _forks(output: SchedulerOutput, *, drawn: bool) -> list[tuple[int, int]]:
+    """(parent row, row) of children that only draw their first token from the step, and copy
+    what their parent is after it; or of the others, which copy what it was before."""
+    if not output.forked:
+        return []
+    first_drawn = set(output.sample_rows.tolist()) - set(output.rows.tolist())
+    return [(f.parent_row, f.row) for f in output.forked if (f.row in first_drawn) == drawn]

@@ -83,9 +83,13 @@ class StatefulMixers:
         self._caches = [self._states[row] for row in rows]
         self._bounds, self._starts = list(bounds), list(starts)
 
-    def fork(self, parent: int, child: int) -> None:
-        """The child's state becomes a copy of the parent's."""
-        self._states[child] = copy.deepcopy(self._states[parent])
+    def fork(self, forks: Sequence[tuple[int, int]], released: Sequence[int] = ()) -> None:
+        """Each child's state becomes a copy of its parent's, (parent row, child row), at once: a
+        parent may be among the ``released`` rows, whose states are forgotten, and so may a row
+        that a child is in now."""
+        copies = [(child, copy.deepcopy(self._states[parent])) for parent, child in forks]
+        self.release(released)
+        self._states.update(copies)
 
     def release(self, rows: Sequence[int]) -> None:
         """Forget the states of these rows."""

@@ -203,7 +203,9 @@ def enter_fork(state: SchedulerState, child: Request, row: int, parent_row: int)
     state.by_id[child.request_id] = child
     state.enter(child, row)
     state.last_at[row] = state.last_at[parent_row]
-    state.forked.append(Fork(child, row, parent_row))
+    source = state.origin.get(parent_row, parent_row)
+    state.origin[row] = source
+    state.forked.append(Fork(child, row, source))
 
 
 def forget_host_copy(state: SchedulerState, request: Request) -> None:

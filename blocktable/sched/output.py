@@ -41,7 +41,12 @@ class Admission(NamedTuple):
 
 
 class Fork(NamedTuple):
-    """``request`` starts as a copy of the request in ``parent_row`` and shares its blocks."""
+    """``request`` starts as a copy of the request in ``parent_row`` and shares its blocks.
+
+    What else the device keeps by rows is copied from ``parent_row`` as it was before this output:
+    the parent may have left it since (and is in ``released`` then), and others may be in it. Only
+    a row that this step draws a token for and does not run (``n`` > 1) copies what its parent is
+    after the step."""
 
     request: Request
     row: int

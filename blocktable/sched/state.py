@@ -49,9 +49,10 @@ class SchedulerState:
     ``steady`` says that every running row needs exactly one token next time; ``left`` is then the
     smallest number of tokens any of them may still gain. Whatever changes who runs unsets it.
 
-    ``families``: live continuations of each request with ``n`` > 1. ``late``: (step, row) whose
-    token belongs to a request that was preempted meanwhile. ``ones`` and ``range`` are constant,
-    so that a steady step makes no arrays of its own.
+    ``origin``: for rows forked since the last output, the row of that output whose content they
+    have. ``families``: live continuations of each request with ``n`` > 1. ``late``: (step, row)
+    whose token belongs to a request that was preempted meanwhile. ``ones`` and ``range`` are
+    constant, so that a steady step makes no arrays of its own.
     """
 
     def __init__(
@@ -96,6 +97,7 @@ class SchedulerState:
         self.swap_in: list[SwapPlan] = []
         self.admitted: list[Admission] = []
         self.forked: list[Fork] = []
+        self.origin: dict[int, int] = {}
         self.noted = False
 
     # -- rows -----------------------------------------------------------------------------------
@@ -152,6 +154,8 @@ class SchedulerState:
         self.forking.difference_update(gone)
         if self.forked:  # children that end before the device heard of them
             self.forked = [fork for fork in self.forked if fork.row not in gone]
+            for row in gone:
+                self.origin.pop(row, None)
         for step in self.in_flight:
             step.stale.extend(gone)
 
