@@ -107,6 +107,9 @@ def serve(
     served_name: Annotated[str | None, typer.Option(help="The model's name in the API.")] = None,
     max_queue: Annotated[int, typer.Option(help="Completions that may wait; then 429.")] = 256,
     drain_seconds: Annotated[float, typer.Option(help="Time for answers at SIGTERM.")] = 30.0,
+    tool_call_parser: Annotated[
+        str, typer.Option(help="auto, none, hermes, llama3_json or mistral.")
+    ] = "auto",
     inspector: Annotated[bool, typer.Option(help="Serve the page /inspect.")] = True,
     role: Annotated[str, typer.Option(help="both, or half a server: prefill, decode.")] = "both",
     prefill: Annotated[
@@ -136,7 +139,7 @@ def serve(
 
     config = ServerConfig(
         host=host, port=port, api_key=api_key, served_name=served_name, max_queue=max_queue,
-        drain_seconds=drain_seconds, inspector=inspector,
+        drain_seconds=drain_seconds, tool_call_parser=tool_call_parser, inspector=inspector,
     )  # fmt: skip
     engine = opt.given(
         block_size=block_size, num_blocks=num_blocks, max_model_len=max_model_len,

@@ -10,6 +10,7 @@ from typing import Any
 from blocktable.engine.detokenize import Detokenizer
 from blocktable.engine.outputs import Logprob, TokenLogprobs
 from blocktable.serve.bridge import Part, Update
+from blocktable.serve.tools import Reading, ToolUse
 
 Json = dict[str, Any]
 
@@ -56,15 +57,32 @@ class Shape:
         self.created = int(time.time())
         self.model, self._n, self._detokenizer = model, n, detokenizer
         self._echoes = echoes  # text that stands before each prompt's completions
+        self.echo_only = False  # the one token generated is not shown
+        self.scores_prompt = False  # prompt_logprobs were asked for
         self._sent: dict[int, tuple[int, int]] = {}  # choice -> characters, tokens sent
         self._ended: set[int] = set()
 
     def whole(self, updates: Sequence[Update]) -> Json:
         """The answer of a finished call."""
         choices = [
-            self._choice(place, part, 0, 0) for place, u in enumerate(updates) for part in u.parts
+            self._choice(u, place, part, 0, 0)
+            for place, u in enumerate(updates)
+            for part in u.parts
         ]
-        return {**self._head(self.kind), "choices": choices, "usage": usage(updates)}
+        return {
+            **self._head(self.kind), "choices": choices, "usage": self.usage(updates),
+            **self._whole_extra(updates),
+        }  # fmt: skip
+
+    def usage(self, updates: Sequence[Update]) -> Json:
+        """Token counts over all prompts of a call."""
+        counts = usage(updates)
+        if self.echo_only:
+            counts.update(completion_tokens=0, total_tokens=counts["prompt_tokens"])
+        return counts
+
+    def _whole_extra(self, updates: Sequence[Update]) -> Json:
+        return {}
 
     def chunks(self, place: int, update: Update) -> list[Json]:
         """What is new in a request since the last call."""
@@ -75,12 +93,12 @@ class Shape:
             text, done = part.text[characters:], part.finish_reason is not None
             if choice in self._ended or not (text or done):
                 continue
+            delta = self._delta(update, place, part, characters, tokens)
+            if delta is None:
+                continue
             if choice not in self._sent:
                 out += self._opening(choice)
-            out.append(
-                {**self._head(self.chunk_kind),
-                 "choices": [self._delta(place, part, characters, tokens)]}
-            )  # fmt: skip
+            out.append({**self._head(self.chunk_kind), "choices": [delta]})
             self._sent[choice] = (len(part.text), part.num_tokens)
             if done:
                 self._ended.add(choice)
@@ -88,7 +106,7 @@ class Shape:
 
     def usage_chunk(self, updates: Sequence[Update]) -> Json:
         """The last chunk of a stream with ``include_usage``."""
-        return {**self._head(self.chunk_kind), "choices": [], "usage": usage(updates)}
+        return {**self._head(self.chunk_kind), "choices": [], "usage": self.usage(updates)}
 
     def _head(self, kind: str) -> Json:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
@@ -96,17 +114,61 @@ class Shape:
     def _opening(self, choice: int) -> list[Json]:
         return []
 
-    def _choice(self, place: int, part: Part, characters: int, tokens: int) -> Json:
-        before = self._echoes[place] if self._echoes and characters == 0 else ""
-        return {
+    def _choice(self, update: Update, place: int, part: Part, characters: int, tokens: int) -> Json:
+        before = len(self._echoes[place]) if self._echoes else 0
+        choice: Json = {
             "index": place * self._n + part.index,
-            "text": before + part.text[characters:],
-            "logprobs": self._logprobs(part, tokens, len(before) + characters),
+            "text": part.text[characters:],
+            "logprobs": self._logprobs(part, tokens, before + characters),
             "finish_reason": finish_reason(part),
             "stop_reason": part.stop_reason,
         }
+        if self._echoes and not tokens:
+            self._echo(choice, update, self._echoes[place])
+        if self.scores_prompt:
+            choice["prompt_logprobs"] = self._prompt_logprobs(update)
+        return choice
 
-    _delta = _choice
+    def _delta(
+        self, update: Update, place: int, part: Part, characters: int, tokens: int
+    ) -> Json | None:
+        return self._choice(update, place, part, characters, tokens)
+
+    def _echo(self, choice: Json, update: Update, prompt: str) -> None:
+        """Put the prompt, and its log probabilities if they are asked for, before the answer."""
+        own = choice["logprobs"]
+        if self.echo_only:
+            choice.update(text="", finish_reason="length", stop_reason=None)
+            own = own and {key: [] for key in own}
+        choice["text"] = prompt + choice["text"]
+        if own is not None and update.prompt_logprobs is not None:
+            scored = self._scored_prompt(update)
+            choice["logprobs"] = {key: scored[key] + own[key] for key in own}
+
+    def _scored_prompt(self, update: Update) -> Json:
+        """The prompt's tokens in the form of ``_logprobs``; the first has no probability."""
+        detokenizer = self._detokenizer
+        first = "" if detokenizer is None else detokenizer.token_text(update.first_token)
+        entries = (update.prompt_logprobs or [])[1:]
+        rest = self._columns([e for e in entries if e is not None], len(first))
+        before = {"tokens": [first], "token_logprobs": [None], "top_logprobs": [None],
+                  "text_offset": [0]}  # fmt: skip
+        return {key: before[key] + rest[key] for key in rest}
+
+    def _prompt_logprobs(self, update: Update) -> list[Json | None] | None:
+        """vLLM's form: for each position its candidates by token id."""
+        if update.prompt_logprobs is None:
+            return None
+        return [
+            entry
+            and {
+                str(t.token_id): {
+                    "logprob": _finite(t.logprob), "rank": t.rank, "decoded_token": self._token(t),
+                }
+                for t in [*entry.top, entry.chosen]
+            }
+            for entry in update.prompt_logprobs
+        ]  # fmt: skip
 
     def _token(self, entry: Logprob) -> str:
         if entry.text or self._detokenizer is None:
@@ -116,8 +178,11 @@ class Shape:
     def _logprobs(self, part: Part, tokens: int, characters: int) -> Json | None:
         if part.logprobs is None:
             return None
+        return self._columns(part.logprobs[tokens : part.num_tokens], characters)
+
+    def _columns(self, entries: Sequence[TokenLogprobs], characters: int) -> Json:
         names, values, tops, offsets = [], [], [], []
-        for entry in part.logprobs[tokens : part.num_tokens]:
+        for entry in entries:
             name = self._token(entry.chosen)
             names.append(name)
             values.append(_finite(entry.chosen.logprob))
@@ -137,29 +202,94 @@ class ChatShape(Shape):
     chunk_kind = "chat.completion.chunk"
     prefix = "chatcmpl"
 
+    def __init__(
+        self, model: str, n: int, detokenizer: Detokenizer | None, tools: ToolUse | None
+    ) -> None:
+        super().__init__(model, n, detokenizer, ())
+        self.tools = tools
+        self._told: dict[int, list[int]] = {}
+
     def _opening(self, choice: int) -> list[Json]:
         delta = {"role": "assistant", "content": ""}
         opening = {"index": choice, "delta": delta, "logprobs": None, "finish_reason": None}
         return [{**self._head(self.chunk_kind), "choices": [opening]}]
 
-    def _choice(self, place: int, part: Part, characters: int, tokens: int) -> Json:
+    def _choice(self, update: Update, place: int, part: Part, characters: int, tokens: int) -> Json:
+        message: Json = {"role": "assistant", "content": part.text}
+        called = False
+        if self.tools is not None:
+            reading = self.tools.reading(part.text, True)
+            calls = [
+                self._call(place, part, i, call.name, call.arguments)
+                for i, call in enumerate(reading.calls)
+            ]
+            called = bool(calls)
+            message["content"] = reading.content if reading.content or not calls else None
+            if calls:
+                message["tool_calls"] = calls
         return {
             "index": place * self._n + part.index,
-            "message": {"role": "assistant", "content": part.text},
-            **self._ending(part, tokens),
+            "message": message,
+            **self._ending(part, tokens, called),
         }
 
-    def _delta(self, place: int, part: Part, characters: int, tokens: int) -> Json:
+    def _delta(
+        self, update: Update, place: int, part: Part, characters: int, tokens: int
+    ) -> Json | None:
+        delta: Json = {"content": part.text[characters:]}
+        called = False
+        if self.tools is not None:
+            done = part.finish_reason is not None
+            reading = self.tools.reading(part.text, done)
+            called = bool(reading.calls)
+            delta = self._new_in(place, part, reading)
+            if not delta and not done:
+                return None
         return {
             "index": place * self._n + part.index,
-            "delta": {"content": part.text[characters:]},
-            **self._ending(part, tokens),
+            "delta": delta,
+            **self._ending(part, tokens, called),
         }
 
-    def _ending(self, part: Part, tokens: int) -> Json:
+    def _new_in(self, place: int, part: Part, reading: Reading) -> Json:
+        """What a stream has not been told yet of a choice's content and calls."""
+        choice = place * self._n + part.index
+        told = self._told.setdefault(choice, [0])  # characters of content, then of each call
+        delta: Json = {}
+        if len(reading.content) > told[0]:
+            delta["content"], told[0] = reading.content[told[0] :], len(reading.content)
+        calls = []
+        for i, call in enumerate(reading.calls):
+            known = i + 1 < len(told)
+            if not known:
+                told.append(0)
+            new, told[i + 1] = call.arguments[told[i + 1] :], len(call.arguments)
+            if known and new:
+                calls.append({"index": i, "function": {"arguments": new}})
+            elif not known:
+                calls.append({"index": i, **self._call(place, part, i, call.name, new)})
+        if calls:
+            delta["tool_calls"] = calls
+        return delta
+
+    def _call(self, place: int, part: Part, index: int, name: str, arguments: str) -> Json:
+        number = uuid.uuid4().hex
+        short = self.tools is not None and self.tools.short_ids
+        return {
+            "id": number[:9] if short else f"call_{number[:24]}", "type": "function",
+            "function": {"name": name, "arguments": arguments},
+        }  # fmt: skip
+
+    def _whole_extra(self, updates: Sequence[Update]) -> Json:
+        return {"prompt_logprobs": self._prompt_logprobs(updates[0])} if self.scores_prompt else {}
+
+    def _ending(self, part: Part, tokens: int, called: bool) -> Json:
+        reason = finish_reason(part)
+        if called and reason == "stop" and self.tools is not None and self.tools.forced is None:
+            reason = "tool_calls"
         return {
             "logprobs": self._chat_logprobs(part, tokens),
-            "finish_reason": finish_reason(part),
+            "finish_reason": reason,
             "stop_reason": part.stop_reason,
         }
 

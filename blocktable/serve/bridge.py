@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
-from blocktable.core.errors import BlocktableError
+from blocktable.core.errors import BlocktableError, RequestError
 from blocktable.engine.engine import Engine
 from blocktable.engine.outputs import CompletionOutput, RequestOutput, TokenLogprobs
 from blocktable.engine.params import SamplingParams
@@ -47,6 +47,8 @@ class Update(NamedTuple):
     finished: bool
     num_prompt_tokens: int
     num_cached_tokens: int
+    first_token: int  # of the prompt
+    prompt_logprobs: list[TokenLogprobs | None] | None
 
 
 def _part(output: CompletionOutput) -> Part:
@@ -58,8 +60,11 @@ def _part(output: CompletionOutput) -> Part:
 
 def _update(output: RequestOutput) -> Update:
     parts = tuple(_part(completion) for completion in output.outputs)
-    prompt = len(output.prompt_token_ids)
-    return Update(parts, output.finished, prompt, output.num_cached_tokens)
+    prompt = output.prompt_token_ids
+    return Update(
+        parts, output.finished, len(prompt), output.num_cached_tokens, prompt[0],
+        output.prompt_logprobs,
+    )  # fmt: skip
 
 
 class Call:
@@ -69,6 +74,7 @@ class Call:
         self.latest: list[Update | None] = [None] * count
         self.rows = rows
         self.error: Exception | None = None
+        self.renames: dict[str, str] = {}  # the client's words for fields in errors
         self.gone = False
         self._changed: set[int] = set()
         self._event = asyncio.Event()
@@ -234,6 +240,10 @@ class EngineBridge:
             found = self._calls.get(name)
             if found is None:
                 continue  # cancelled meanwhile
+            failed = next((p for p in update.parts if p.finish_reason == "error"), None)
+            if failed is not None:
+                self._refuse(name, RequestError(str(failed.stop_reason)))
+                continue
             found[0].put(found[1], update)
             if update.finished:
                 self._forget(name)

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from blocktable.core.errors import ConfigError
 from blocktable.engine.params import SamplingLimits
 
+TOOL_CALL_PARSERS = ("auto", "none", "hermes", "llama3_json", "mistral")
+
 
 @dataclass(frozen=True, kw_only=True)
 class ServerConfig:
@@ -23,6 +25,9 @@ class ServerConfig:
         max_salt: most characters of a ``cache_salt``.
         drain_seconds: how long SIGTERM waits for answers under way.
         sampling: limits of the sampling parameters.
+        tool_call_parser: the form in which the model writes tool calls; "auto" takes the one that
+            its chat template asks for, "none" reads none.
+        read_seconds: how long a client may take to send a request; then 408.
         inspector: record table events and serve /inspect.
         ring_bytes: memory for recorded events, about; the oldest are dropped.
     """
@@ -37,6 +42,8 @@ class ServerConfig:
     max_salt: int = 128
     drain_seconds: float = 30.0
     sampling: SamplingLimits = field(default_factory=lambda: SamplingLimits(max_n=64))
+    tool_call_parser: str = "auto"
+    read_seconds: float = 30.0
     inspector: bool = True
     ring_bytes: int = 32 * 2**20
 
@@ -50,5 +57,12 @@ class ServerConfig:
             raise ConfigError(f"max_queue must be at least 0, got {self.max_queue}")
         if self.drain_seconds < 0:
             raise ConfigError(f"drain_seconds must be at least 0, got {self.drain_seconds}")
+        if not self.read_seconds > 0:
+            raise ConfigError(f"read_seconds must be more than 0, got {self.read_seconds}")
+        if self.tool_call_parser not in TOOL_CALL_PARSERS:
+            raise ConfigError(
+                f"tool_call_parser must be one of {', '.join(TOOL_CALL_PARSERS)}, "
+                f"got {self.tool_call_parser!r}"
+            )
         if self.api_key is not None and not self.api_key.strip():
             raise ConfigError("api_key must not be empty")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -52,15 +53,15 @@ def respond(error: ApiError) -> Response:
 
 
 def from_request_error(
-    error: RequestError, fields: frozenset[str], *, chat: bool = False
+    error: RequestError, fields: frozenset[str], renames: Mapping[str, str]
 ) -> ApiError:
-    """A 400 for what sampler or engine refuse; the field is the message's first word."""
+    """A 400 for what sampler or engine refuse; the field is the message's first word. ``renames``
+    has the client's word for fields that it calls otherwise."""
     message = str(error)
     first = message.split(" ", 1)[0].split("[")[0]
-    if first == "json_schema":
-        message, first = f"response_format.{message}", "response_format"
-    if first == "logprobs" and chat:
-        message, first = f"top_{message}", "top_logprobs"
+    if first in renames:
+        message = renames[first] + message[len(first) :]
+        first = renames[first].split(".")[0]
     return ApiError(400, message, param=first if first in fields else None)
 
 

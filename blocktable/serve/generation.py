@@ -24,6 +24,7 @@ from blocktable.serve.protocol import (
     SamplingFields,
     plain_messages,
 )
+from blocktable.serve.tools import ToolUse, format_of_template, use_of_tools
 
 CLIENT_GONE = 499
 _FIELDS = frozenset(CompletionRequest.model_fields) | frozenset(ChatCompletionRequest.model_fields)
@@ -44,22 +45,34 @@ class Generation:
         ids, texts = await self._reader.completions(
             body.prompt, body.add_special_tokens is not False
         )
-        params = self._params(body, ids, body.max_tokens or 16, body.max_tokens, body.logprobs)
+        scored = body.prompt_logprobs
+        if body.echo and body.logprobs is not None:
+            scored = max(scored or 0, body.logprobs)
+        asked = 16 if body.max_tokens is None else max(1, body.max_tokens)
+        changes = {"prompt_logprobs": scored}
+        params = await self._params(
+            body, ids, asked, body.max_tokens, body.logprobs, changes, _renames(body)
+        )
         echoes: list[str] = []
         if body.echo:
             echoes = [
                 t if t is not None else self._decode(i) for t, i in zip(texts, ids, strict=True)
             ]
         shape = Shape(self.model, params.n, self._bridge.engine.detokenizer, echoes)
+        shape.echo_only = body.max_tokens == 0
+        shape.scores_prompt = body.prompt_logprobs is not None
         return await self._respond(body, request, ids, params, shape)
 
     async def chat(self, body: ChatCompletionRequest, request: Request) -> Response:
         """Answer a chat request."""
         self.check_model(body.model)
+        use = self._tool_use(body)
         options = dict(body.chat_template_kwargs or {})
         if body.add_generation_prompt is not None:
             options["add_generation_prompt"] = body.add_generation_prompt
-        tools = None if body.tool_choice == "none" else body.tools
+        tools = None
+        if body.tools and body.tool_choice != "none":
+            tools = [tool.model_dump(exclude_unset=True) for tool in body.tools]
         messages = plain_messages(body.messages)
         ids = [await self._reader.run(self._reader.chat_ids, messages, tools, options)]
         wanted = body.max_completion_tokens or body.max_tokens
@@ -67,9 +80,30 @@ class Generation:
         if body.top_logprobs and not body.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs to be true", param="top_logprobs")
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
-        params = self._params(body, ids, wanted or room, wanted, logprobs)
-        shape = ChatShape(self.model, params.n, self._bridge.engine.detokenizer, ())
+        changes: dict[str, Any] = {"prompt_logprobs": body.prompt_logprobs}
+        if use is not None and use.schema is not None:
+            changes["json_schema"] = use.schema
+        if use is not None and use.keeps_special:
+            changes["skip_special_tokens"] = False
+        params = await self._params(
+            body, ids, wanted or room, wanted, logprobs, changes, _renames(body, use)
+        )
+        shape = ChatShape(self.model, params.n, self._bridge.engine.detokenizer, use)
+        shape.scores_prompt = body.prompt_logprobs is not None
         return await self._respond(body, request, ids, params, shape)
+
+    def _tool_use(self, body: ChatCompletionRequest) -> ToolUse | None:
+        form = self._config.tool_call_parser
+        if form == "auto":
+            form = format_of_template(self._reader.chat_template)
+        try:
+            use = use_of_tools(body, None if form == "none" else form)
+        except RecursionError:
+            raise ApiError(400, "tools: a schema is nested too deeply", param="tools") from None
+        if use is not None and use.schema is not None and body.guides():
+            field = body.guides()[0].field
+            raise ApiError(400, f"tool_choice cannot be combined with {field}", param="tool_choice")
+        return use
 
     def check_model(self, name: str | None) -> None:
         """404 for a model that is not served here."""
@@ -86,36 +120,50 @@ class Generation:
             raise ApiError(
                 400, f"best_of must equal n ({body.n or 1}), got {body.best_of}", param="best_of"
             )
-        if body.echo and body.logprobs is not None:
-            raise ApiError(400, "echo cannot be combined with logprobs", param="echo")
+        if body.max_tokens == 0 and not body.echo:
+            raise ApiError(
+                400, "max_tokens must be at least 1 (0 is for echo), got 0", param="max_tokens"
+            )
 
-    def _params(
-        self, body: SamplingFields, prompts: list[list[int]], max_tokens: int,
-        asked: int | None, logprobs: int | None,
+    async def _params(
+        self, body: SamplingFields, prompts: list[list[int]], max_tokens: int, asked: int | None,
+        logprobs: int | None, changes: dict[str, Any], renames: dict[str, str],
     ) -> SamplingParams:  # fmt: skip
-        engine, salt = self._bridge.engine, body.cache_salt
+        """The checked parameters, with ``changes`` where they are not None. A guide is compiled
+        here, in the tokenising thread, so that the engine does not wait for it."""
+        engine = self._bridge.engine
         room = engine.max_model_len - max(map(len, prompts))
         if asked is not None and asked > room:
             raise ApiError(
                 400, f"max_tokens must be at most {room} (max_model_len {engine.max_model_len} "
                 f"less the prompt), got {asked}", param="max_tokens",
             )  # fmt: skip
-        if salt is not None and len(salt) > self._config.max_salt:
-            raise ApiError(
-                400, f"cache_salt has {len(salt)} characters, the limit is "
-                f"{self._config.max_salt}", param="cache_salt",
-            )  # fmt: skip
+        self._check_salt(body.cache_salt)
         if body.stream_options is not None and not body.stream:
             raise ApiError(400, "stream_options needs stream to be true", param="stream_options")
+        if body.prompt_logprobs is not None and body.stream:
+            raise ApiError(400, "prompt_logprobs cannot be streamed", param="prompt_logprobs")
         try:
             params = body.sampling(
                 self._config.sampling, max_tokens=min(max_tokens, room), logprobs=logprobs
             )
+            given = {name: value for name, value in changes.items() if value is not None}
+            params = params.replace(**given) if given else params
             params.check_model(engine.limits.vocab_size)
+            if params.guide is not None:
+                await self._reader.run(engine.sampler.check, params)
             return params
         except RequestError as error:
-            chat = isinstance(body, ChatCompletionRequest)
-            raise from_request_error(error, _FIELDS, chat=chat) from None
+            raise from_request_error(error, _FIELDS, renames) from None
+
+    def _check_salt(self, salt: str | None) -> None:
+        if salt is None:
+            return
+        if len(salt) > self._config.max_salt:
+            raise ApiError(
+                400, f"cache_salt has {len(salt)} characters, the limit is "
+                f"{self._config.max_salt}", param="cache_salt",
+            )  # fmt: skip
 
     def _decode(self, ids: list[int]) -> str:
         detokenizer = self._bridge.engine.detokenizer
@@ -129,6 +177,7 @@ class Generation:
             prompts, params, salt=body.cache_salt, priority=body.priority or 0,
             streaming=bool(body.stream),
         )  # fmt: skip
+        call.renames = _renames(body, getattr(shape, "tools", None))
         if not body.stream:
             return await self._whole(request, call, shape)
         with_usage = body.stream_options is not None and body.stream_options.include_usage
@@ -158,7 +207,7 @@ class Generation:
         try:
             return await call.changes()
         except RequestError as error:
-            raise from_request_error(error, _FIELDS) from None
+            raise from_request_error(error, _FIELDS, call.renames) from None
 
     @asynccontextmanager
     async def _watched(
@@ -194,6 +243,16 @@ class Generation:
             if with_usage:
                 yield _event(shape.usage_chunk([u for u in call.latest if u is not None]))
             yield b"data: [DONE]\n\n"
+
+
+def _renames(body: SamplingFields, use: ToolUse | None = None) -> dict[str, str]:
+    """The client's word for fields that the engine calls otherwise."""
+    names = {guide.kind: guide.field for guide in body.guides()}
+    if use is not None and use.schema is not None:
+        names["json_schema"] = "tools"
+    if isinstance(body, ChatCompletionRequest):
+        names["logprobs"] = "top_logprobs"
+    return names
 
 
 def _event(data: dict[str, Any]) -> bytes:

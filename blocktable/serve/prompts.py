@@ -83,6 +83,12 @@ class PromptReader:
             raise ApiError(400, "this model has no tokenizer: give prompts as token ids")
         return self._engine.tokenizer
 
+    @property
+    def chat_template(self) -> str | None:
+        """The model's chat template, all variants of it, as text."""
+        template = getattr(self._engine.tokenizer, "chat_template", None)
+        return None if not template else str(template)
+
     def text_ids(self, text: str, special: bool = True, field: str = "prompt") -> list[int]:
         """Token ids of a text."""
         try:

@@ -6,16 +6,17 @@ Limits that depend on the model or the configuration are checked behind these mo
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+import json
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
-from blocktable.core.errors import RequestError
 from blocktable.engine.params import SamplingLimits, SamplingParams
 from blocktable.engine.sampling.grammar import ANY_JSON
 from blocktable.serve.errors import ApiError
 
 MAX_ID = 2**31 - 1
+MAX_TOOLS = 128
 
 _PROMPT_SCHEMA = {
     "anyOf": [
@@ -59,6 +60,16 @@ class ResponseFormat(_Strict):
     json_schema: JsonSchemaFormat | None = None
 
 
+class StructuredOutputs(_Strict):
+    """vLLM's ``structured_outputs``: exactly one of them."""
+
+    json_: str | dict[str, Any] | None = Field(None, alias="json")
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+
+
 class SamplingFields(_Strict):
     """Fields that completions and chat have in common."""
 
@@ -81,7 +92,13 @@ class SamplingFields(_Strict):
     bad_token_ids: list[int] | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
+    prompt_logprobs: int | None = Field(None, ge=0)
     response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     cache_salt: str | None = Field(None, min_length=1)
@@ -96,32 +113,91 @@ class SamplingFields(_Strict):
             "n", "temperature", "top_p", "top_k", "min_p", "presence_penalty",
             "frequency_penalty", "repetition_penalty", "seed", "stop", "stop_token_ids",
             "min_tokens", "ignore_eos", "logit_bias", "allowed_token_ids", "bad_token_ids",
-            "skip_special_tokens", "include_stop_str_in_output",
+            "skip_special_tokens", "include_stop_str_in_output", "prompt_logprobs",
         )  # fmt: skip
         given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
-        return SamplingParams(
-            **given, max_tokens=max_tokens, logprobs=logprobs, json_schema=self._schema(),
-            limits=limits,
-        )  # fmt: skip
+        for guide in self.guides():
+            given[guide.kind] = guide.value
+        return SamplingParams(**given, max_tokens=max_tokens, logprobs=logprobs, limits=limits)
 
-    def _schema(self) -> str | None:
-        import json
+    def guides(self) -> list[FieldGuide]:
+        """What the output must follow, by every field that says so. ApiError 400 where several do
+        or one says nothing."""
+        found = [*self._format_guide(), *self._structured_guides()]
+        named = {"guided_json": "json_schema", "guided_regex": "regex",
+                 "guided_choice": "choice", "guided_grammar": "grammar"}  # fmt: skip
+        for field, kind in named.items():
+            value = getattr(self, field)
+            if value is not None:
+                found.append(FieldGuide(field, kind, _as_text(value)))
+        if len(found) > 1:
+            raise ApiError(
+                400, f"{found[1].field} cannot be combined with {found[0].field}",
+                param=found[1].field.split(".")[0],
+            )  # fmt: skip
+        return found
 
+    def _format_guide(self) -> list[FieldGuide]:
         wanted = self.response_format
         if wanted is None or wanted.type == "text":
-            return None
+            return []
         if wanted.type == "json_object":
-            return ANY_JSON
+            return [FieldGuide("response_format", "json_schema", ANY_JSON)]
         if wanted.json_schema is None:
-            raise RequestError("response_format of type json_schema needs json_schema")
-        return json.dumps(wanted.json_schema.schema_)
+            raise ApiError(
+                400, "response_format of type json_schema needs json_schema",
+                param="response_format",
+            )  # fmt: skip
+        text = _as_text(wanted.json_schema.schema_)
+        return [FieldGuide("response_format.json_schema", "json_schema", text)]
+
+    def _structured_guides(self) -> list[FieldGuide]:
+        wanted = self.structured_outputs
+        if wanted is None:
+            return []
+        values = {
+            "json": ("json_schema", wanted.json_), "regex": ("regex", wanted.regex),
+            "json_object": ("json_schema", ANY_JSON if wanted.json_object else None),
+            "choice": ("choice", wanted.choice), "grammar": ("grammar", wanted.grammar),
+        }  # fmt: skip
+        found = [
+            FieldGuide(f"structured_outputs.{name}", kind, _as_text(value))
+            for name, (kind, value) in values.items()
+            if value is not None
+        ]
+        if not found:
+            raise ApiError(
+                400, f"structured_outputs needs one of {', '.join(values)}",
+                param="structured_outputs",
+            )  # fmt: skip
+        return found
+
+
+class FieldGuide(NamedTuple):
+    """One way to say what the output must follow: the field it came in, and as SamplingParams
+    take it."""
+
+    field: str
+    kind: str
+    value: Any
+
+
+def _as_text(value: Any) -> Any:
+    """A schema that came as an object, as JSON text; everything else as it is."""
+    if not isinstance(value, dict):
+        return value
+    try:
+        return json.dumps(value)
+    except RecursionError:
+        raise ApiError(400, "the JSON schema is nested too deeply") from None
 
 
 class CompletionRequest(SamplingFields):
-    """``POST /v1/completions``. ``prompt``: a text, token ids, or a list of either."""
+    """``POST /v1/completions``. ``prompt``: a text, token ids, or a list of either. ``max_tokens``
+    0 is for ``echo``: the prompt alone comes back, with its log probabilities if asked for."""
 
     prompt: PromptField
-    max_tokens: int | None = Field(None, ge=1)
+    max_tokens: int | None = Field(None, ge=0)
     logprobs: int | None = Field(None, ge=0)
     echo: bool | None = None
     suffix: str | None = None
@@ -138,6 +214,38 @@ class ChatMessage(BaseModel):
     content: str | list[dict[str, Any]] | None = None
 
 
+class ToolFunction(BaseModel):
+    """A function that the model may call; more fields reach the template as they are."""
+
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+
+    name: str = Field(pattern=r"^[a-zA-Z0-9_.\-]{1,64}$")
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class Tool(BaseModel):
+    """One entry of ``tools``."""
+
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+
+    type: Literal["function"] = "function"
+    function: ToolFunction
+
+
+class ToolName(_Strict):
+    """Which function."""
+
+    name: str = Field(min_length=1)
+
+
+class NamedTool(_Strict):
+    """``tool_choice`` that forces one function."""
+
+    type: Literal["function"] = "function"
+    function: ToolName
+
+
 class ChatCompletionRequest(SamplingFields):
     """``POST /v1/chat/completions``."""
 
@@ -146,8 +254,9 @@ class ChatCompletionRequest(SamplingFields):
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0)
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: str | dict[str, Any] | None = None
+    tools: list[Tool] | None = Field(None, max_length=MAX_TOOLS)
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
 
@@ -185,5 +294,27 @@ def plain_messages(messages: list[ChatMessage]) -> list[dict[str, Any]]:
             fields["content"] = "".join(part["text"] for part in content)
         elif content is None:
             fields["content"] = ""
+        if isinstance(fields.get("tool_calls"), list):
+            fields["tool_calls"] = [_plain_call(call, i) for call in fields["tool_calls"]]
         plain.append(fields)
     return plain
+
+
+def _plain_call(call: Any, message: int) -> Any:
+    """A call of an earlier turn with its arguments as an object, which templates expect."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise ApiError(
+            400, f"messages[{message}].tool_calls must be objects with function.name",
+            param="messages",
+        )  # fmt: skip
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments or "{}")
+        except (ValueError, RecursionError):
+            raise ApiError(
+                400, f"messages[{message}].tool_calls: the arguments of {function['name'][:64]!r} "
+                "are not JSON", param="messages",
+            ) from None  # fmt: skip
+    return {**call, "function": {**function, "arguments": arguments or {}}}

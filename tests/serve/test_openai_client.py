@@ -5,6 +5,7 @@ import math
 
 import openai
 import pytest
+import torch
 
 
 @pytest.fixture(scope="module")
@@ -154,3 +155,81 @@ def test_tools_reach_the_template(client):
 def test_echo(client):
     answer = client.completions.create(model="tiny", prompt="before ", max_tokens=2, echo=True)
     assert answer.choices[0].text.startswith("before ")
+
+
+def test_echo_with_logprobs_scores_the_prompt(client, server):
+    fields = {"model": "tiny", "prompt": "before the", "temperature": 0, "logprobs": 2,
+              "echo": True, "extra_body": {"ignore_eos": True}}  # fmt: skip
+    answer = client.completions.create(**fields, max_tokens=3).choices[0]
+    scored = answer.logprobs
+    assert len(scored.tokens) == len(scored.token_logprobs) == len(scored.top_logprobs) == 10 + 3
+    assert "".join(scored.tokens[:10]) == "before the"
+    assert scored.token_logprobs[0] is None and scored.top_logprobs[0] is None
+    assert scored.text_offset[:10] == list(range(10))
+    with torch.inference_mode():
+        ids = torch.tensor([server.llm.encode("before the")])
+        want = server.llm.engine.runner.model(ids).logits[0].log_softmax(-1)
+    for i, value in enumerate(scored.token_logprobs[1:10]):
+        assert math.isclose(value, want[i, ids[0, i + 1]].item(), abs_tol=1e-4)
+    alone = client.completions.create(**fields, max_tokens=0)
+    assert (alone.choices[0].text, alone.usage.completion_tokens) == ("before the", 0)
+    assert alone.choices[0].logprobs.token_logprobs == scored.token_logprobs[:10]
+    streamed = {"tokens": [], "token_logprobs": [], "text_offset": []}
+    for chunk in client.completions.create(**fields, max_tokens=3, stream=True):
+        for key in streamed:
+            streamed[key] += getattr(chunk.choices[0].logprobs, key)
+    assert streamed == {key: getattr(scored, key) for key in streamed}
+    assert client.completions.create(**fields, max_tokens=3, n=2).choices[1].logprobs == scored
+
+
+def test_prompt_logprobs_as_vllm_gives_them(client):
+    extra = {"prompt_logprobs": 1}
+    answer = client.completions.create(model="tiny", prompt="abc", max_tokens=1, extra_body=extra)
+    first, *rest = answer.choices[0].prompt_logprobs
+    assert first is None and len(rest) == 2
+    for letter, entry in zip("bc", rest, strict=True):
+        assert letter in {e["decoded_token"] for e in entry.values()}
+        assert all(e["rank"] >= 1 and e["logprob"] <= 0 for e in entry.values())
+    messages = [{"role": "user", "content": "x"}]
+    chat = client.chat.completions.create(
+        model="tiny", messages=messages, max_tokens=1, extra_body=extra
+    )
+    assert len(chat.prompt_logprobs) == chat.usage.prompt_tokens
+
+
+@pytest.mark.parametrize(
+    ("extra", "texts"),
+    [
+        ({"guided_choice": ["yes", "no"]}, {"yes", "no"}),
+        ({"structured_outputs": {"choice": ["yes", "no"]}}, {"yes", "no"}),
+        ({"guided_regex": "[ab]-c"}, {"a-c", "b-c"}),
+        ({"structured_outputs": {"regex": "[ab]-c"}}, {"a-c", "b-c"}),
+        ({"guided_grammar": 'start: "x" "y"'}, {"xy"}),
+        ({"structured_outputs": {"grammar": 'start: "x" "y"'}}, {"xy"}),
+        ({"guided_json": {"enum": [1, 2]}}, {"1", "2"}),
+        ({"structured_outputs": {"json": '{"enum": [1, 2]}'}}, {"1", "2"}),
+        ({"guided_choice": ["yes", "no"], "n": 4}, {"yes", "no"}),
+    ],
+    ids=str,
+)
+def test_structured_outputs(client, extra, texts):
+    fields = {"model": "tiny", "prompt": "x", "max_tokens": 20, "seed": 3, "extra_body": extra}
+    answer = client.completions.create(**fields)
+    assert {c.text for c in answer.choices} <= texts
+    pieces = {}
+    for chunk in client.completions.create(**fields, stream=True):
+        for choice in chunk.choices:
+            pieces[choice.index] = pieces.get(choice.index, "") + choice.text
+    assert list(pieces.values()) == [c.text for c in answer.choices]
+
+
+def test_json_object_and_min_p_and_min_tokens(client):
+    answer = client.chat.completions.create(
+        model="tiny", messages=[{"role": "user", "content": "x"}], max_tokens=8, seed=1,
+        response_format={"type": "json_object"}, extra_body={"min_p": 0.1, "top_k": 5},
+    )  # fmt: skip
+    assert answer.choices[0].message.content.lstrip().startswith("{")
+    long = client.completions.create(
+        model="tiny", prompt="x", max_tokens=30, seed=2, extra_body={"min_tokens": 25}
+    )
+    assert long.usage.completion_tokens >= 25
