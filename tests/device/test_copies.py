@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import numpy as np
 import pytest
 import torch
 
 from blocktable.core.errors import ConfigError, TransferError
-from blocktable.device.copies import BlockCopier, find_runs, make_host_caches
+from blocktable.device.copies import BlockCopier, _addresses, find_runs, make_host_caches
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -88,3 +90,28 @@ def test_impossible_copies_are_refused_and_change_nothing() -> None:
     with pytest.raises(ConfigError, match="do not match"):
         BlockCopier(layers, [layers[0].float().cpu()])
     assert torch.equal(layers[0], before)
+
+
+@pytest.mark.parametrize("gap", [0, 3])
+@pytest.mark.parametrize("seed", range(4))
+def test_addresses_of_a_batched_copy_move_whole_blocks(seed: int, gap: int) -> None:
+    """What the driver is told, carried out by memmove: blocks with and without gaps between."""
+    rng = np.random.default_rng(seed)
+    layers, blocks, moved = 3, 40, 23
+    wide = [torch.randn(blocks, 8 + gap, dtype=torch.float32) for _ in range(layers)]
+    caches = [tensor[:, :8] for tensor in wide]
+    host = make_host_caches(caches, 30, pin_memory=False)
+    for tensor in host:
+        tensor.fill_(-1.0)
+    source = np.sort(rng.permutation(blocks)[:moved])
+    target = np.arange(30)[:moved] if seed % 2 else rng.permutation(30)[:moved]
+    runs = find_runs(source, target)
+    to, start, sizes = _addresses(caches, host, runs)
+    if gap == 0:
+        assert len(sizes) == layers * len(runs.length)
+    for pieces in zip(to.tolist(), start.tolist(), sizes.tolist(), strict=True):
+        ctypes.memmove(*pieces)
+    for cache, copy in zip(caches, host, strict=True):
+        assert torch.equal(copy[target], cache[source])
+        rest = np.setdiff1d(np.arange(30), target)
+        assert (copy[rest] == -1).all()

@@ -153,6 +153,7 @@ def run_items(
         V_SCALED=layer.v_scale is not None, HAS_LSE=layer.lse is not None,
         V_IN_K=shared_values, GATHERS=plan.gathers and block_m > SMALL_M,
         SKIP_MASK=block_m > SMALL_M,
+        AS_HALF=q.dtype == torch.bfloat16 and k.element_size() == 1,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         WIDE=not q.is_cuda, STARTS_NEXT=starts_next, FOLLOWS=follows, MERGE_P=MERGE_P,
         **launch_options,
