@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from blocktable.core.errors import RequestError
@@ -54,13 +55,9 @@ class LLM:
         chosen = EngineOptions(**options)
         self._count = 0
         self._inboxes: dict[str, deque[RequestOutput]] = {}  # of the calls that are open
-        if chosen.tensor_parallel_size > 1:
-            from blocktable.tensor_parallel import build_parallel_engine
-
+        if chosen.num_ranks > 1:
             self.options, self.model_name = chosen, str(model)
-            self.engine: Engine = build_parallel_engine(
-                model, chosen, tokenizer=tokenizer, allow_download=allow_download
-            )
+            self.engine: Engine = _parallel_engine(model, chosen, tokenizer, allow_download)
             return
         with paused_collection():
             loading = begin(model, allow_download=allow_download)
@@ -74,7 +71,7 @@ class LLM:
             else:
                 from blocktable.publishing import build_publishing_engine
 
-                self.engine = build_publishing_engine(loaded, chosen)
+                self.engine = build_publishing_engine(chosen, partial(build_engine, loaded, chosen))
 
     @property
     def tokenizer(self) -> Any:
@@ -204,6 +201,18 @@ class LLM:
             self._give_up(ids)
             raise
         return ids
+
+
+def _parallel_engine(
+    model: Any, options: EngineOptions, tokenizer: Any, allow_download: bool
+) -> Engine:
+    from blocktable.publishing import build_publishing_engine
+    from blocktable.ranks.engine import build_parallel_engine
+
+    build = partial(
+        build_parallel_engine, model, options, tokenizer=tokenizer, allow_download=allow_download
+    )
+    return build() if options.kv_events is None else build_publishing_engine(options, build)
 
 
 Params: TypeAlias = "SamplingParams | Sequence[SamplingParams] | None"

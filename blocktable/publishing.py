@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 from blocktable.core.errors import ConfigError
 from blocktable.core.specs import KVCacheConfig
-from blocktable.engine.build import build_engine
 from blocktable.engine.engine import Engine
-from blocktable.engine.loader import LoadedModel
 from blocktable.engine.options import EngineOptions
 from blocktable.engine.outputs import RequestOutput
 from blocktable.parallel.event_stream import EventPublisher
@@ -41,20 +40,21 @@ class PublishingEngine:
         return outputs
 
 
-def build_publishing_engine(loaded: LoadedModel, options: EngineOptions) -> Any:
-    """As `build_engine`, with events at ``options.kv_events``. ConfigError without prefix cache."""
+def build_publishing_engine(options: EngineOptions, build: Callable[..., Engine]) -> Any:
+    """The engine that ``build(make_sink=...)`` makes, with events at ``options.kv_events``.
+    ConfigError without prefix cache."""
     if options.kv_events is None or not options.enable_prefix_caching:
         raise ConfigError("kv_events needs an endpoint and the prefix cache")
-    recorders: list[EventRecorder] = []
+    opened: list[tuple[EventRecorder, EventPublisher]] = []
 
-    def make(config: KVCacheConfig) -> EventRecorder:
-        recorders.append(EventRecorder(config))
-        return recorders[-1]
+    def make(config: KVCacheConfig) -> EventRecorder:  # called by rank 0 alone
+        publisher = EventPublisher(str(options.kv_events), options.kv_events_replay)
+        opened.append((EventRecorder(config), publisher))
+        return opened[0][0]
 
-    publisher = EventPublisher(options.kv_events, options.kv_events_replay)
     try:
-        engine = build_engine(loaded, options, make_sink=make)
+        return PublishingEngine(build(make_sink=make), *opened[0])
     except BaseException:
-        publisher.close()
+        for _, publisher in opened:
+            publisher.close()
         raise
-    return PublishingEngine(engine, recorders[-1], publisher)

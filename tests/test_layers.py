@@ -28,7 +28,7 @@ ALLOWED: dict[str, set[str]] = {
     "plan": {"core", "prefix", "groups", "manager", "sched", "device", "attention", "engine"},
 }
 FREE = {
-    "serve", "llm", "cli", "tensor_parallel", "shards", "disaggregated", "publishing",
+    "serve", "llm", "cli", "ranks", "disaggregated", "publishing",
     "__init__", "__main__",
 }  # fmt: skip
 

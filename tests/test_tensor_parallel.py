@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -12,6 +13,13 @@ import torch
 
 from blocktable import LLM, SamplingParams
 from blocktable.core.errors import BlocktableError, ConfigError, RankError
+from blocktable.parallel.event_stream import EventSubscriber
+from blocktable.parallel.events import BlockCounter
+
+sys.path.append(str(Path(__file__).parent / "engine"))
+
+from gguf_files import write_model
+from tiny_models import tiny_model
 
 OPTIONS = {
     "dtype": "float32", "num_blocks": 24, "max_model_len": 160, "max_num_seqs": 8, "block_size": 8,
@@ -41,19 +49,24 @@ def model_directory(path: Path, kv_heads: int, family: str) -> Path:
 def answers(llm: LLM) -> list[list[int]]:
     outputs = llm.generate(PROMPTS, PARAMS)
     again = llm.generate(PROMPTS[:2], PARAMS[:2])  # through the prefix cache
-    return [output.outputs[0].token_ids for output in [*outputs, *again]]
+    forks = llm.generate([PROMPTS[1]], SamplingParams(n=3, max_tokens=9, seed=5, ignore_eos=True))
+    texts = [output.outputs[0].token_ids for output in [*outputs, *again]]
+    return texts + [one.token_ids for one in forks[0].outputs]
 
 
 @pytest.mark.parametrize(
-    ("ranks", "kv_heads", "family"),
-    [(2, 2, "llama"), (4, 2, "llama"), (2, 4, "qwen3")],
-    ids=["split", "replicated", "qwen3"],
-)
-def test_text_equals_the_single_rank_run(tmp_path, ranks, kv_heads, family):
+    ("ranks", "kv_heads", "family", "more"),
+    [
+        (2, 2, "llama", {}), (4, 2, "llama", {}), (2, 4, "qwen3", {}),
+        (2, 2, "llama", {"async_steps": True}),
+    ],
+    ids=["split", "replicated", "qwen3", "two in flight"],
+)  # fmt: skip
+def test_text_equals_the_single_rank_run(tmp_path, ranks, kv_heads, family, more):
     """Float32 over gloo, in a pool so small that requests are preempted and recomputed."""
     directory = model_directory(tmp_path, kv_heads, family)
     expected = answers(LLM(str(directory), **OPTIONS))
-    llm = LLM(str(directory), tensor_parallel_size=ranks, **OPTIONS)
+    llm = LLM(str(directory), tensor_parallel_size=ranks, **OPTIONS, **more)
     try:
         assert answers(llm) == expected
         assert llm.engine.scheduler.stats.preemptions > 0
@@ -90,16 +103,38 @@ def test_a_rank_that_cannot_start_is_an_error_of_the_constructor(tmp_path):
 @pytest.mark.parametrize(
     ("model", "options", "message"),
     [
-        ("smollm2", {}, "needs a Hugging Face model"),
         (object(), {}, "not a model object"),
-        ("x", {"async_steps": True}, "async_steps"),
-        ("x", {"kv_events": "tcp://*:5557"}, "kv_events"),
+        ("x", {"kv_events": "tcp://*:5557", "enable_prefix_caching": False}, "the prefix cache"),
+        ("x", {"num_draft_tokens": 1}, "num_draft_tokens 1 cannot be used"),
         ("x", {"tensor_parallel_size": 0}, "tensor_parallel_size must be a positive integer"),
     ],
 )
 def test_what_cannot_be_split_is_refused_before_anything_starts(model, options, message):
     with pytest.raises(ConfigError, match=message):
         LLM(model, **({"tensor_parallel_size": 2} | options))
+
+
+def test_a_gguf_file_is_split_and_its_events_are_published(tmp_path):
+    path = str(tmp_path / "tiny.gguf")
+    write_model(Path(path), "llama", tiny_model("llama"), "Q8_0")
+    options = OPTIONS | {"num_blocks": 40, "kv_events": "tcp://127.0.0.1:*"}
+    texts = ["abABCDEFGHIJ" * 3, "abABCDEFGHIJ" * 4]
+    params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+    expected = [o.outputs[0].text for o in LLM(path, **OPTIONS).generate(texts, params)]
+    before = set(Path(tempfile.gettempdir()).glob("blocktable-*"))
+    llm = LLM(path, tensor_parallel_size=2, **options)
+    try:
+        assert set(Path(tempfile.gettempdir()).glob("blocktable-*")) == before
+        subscriber = EventSubscriber(llm.engine.publisher.endpoint)
+        time.sleep(0.3)
+        assert [o.outputs[0].text for o in llm.generate(texts, params)] == expected
+        held = BlockCounter()
+        while (received := subscriber.receive(1.0)) is not None:
+            held.apply(received.batch.events)
+        assert len(held) == len(llm.engine.manager.index) > 0
+        subscriber.close()
+    finally:
+        llm.engine.runner.close_ranks()
 
 
 SCRIPT = """

@@ -121,6 +121,12 @@ def serve(
     tensor_parallel_size: Annotated[
         int | None, typer.Option("--tp", help="Ranks that share the model.")
     ] = None,
+    context_parallel_size: Annotated[
+        int | None, typer.Option("--cp", help="Ranks that share each sequence's KV cache.")
+    ] = None,
+    context_parallel_interleave: Annotated[
+        int | None, typer.Option("--cp-interleave", help="Neighbouring positions on one rank.")
+    ] = None,
     ray: Annotated[bool, typer.Option("--ray", help="Replicas by Ray Serve, one router.")] = False,
     replicas: Annotated[int, typer.Option(help="How many with --ray.", min=1)] = 3,
     block_size: opt.BlockSize = 16,
@@ -146,6 +152,8 @@ def serve(
         max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens,
         enable_prefix_caching=prefix_caching, enable_chunked_prefill=chunked_prefill,
         dtype=dtype, device=device, tensor_parallel_size=tensor_parallel_size,
+        context_parallel_size=context_parallel_size,
+        context_parallel_interleave=context_parallel_interleave,
     )  # fmt: skip
     if ray:
         from blocktable.serve.ray_serve import serve_ray

@@ -31,6 +31,10 @@ class Communicator(Protocol):
         """The tensor of every rank (equal shapes), in rank order."""
         ...
 
+    def broadcast(self, tensor: Any) -> Any:
+        """Rank 0's tensor, on every rank; others pass one of its shape, which is filled."""
+        ...
+
     def gather_objects(self, value: dict[str, Any]) -> list[dict[str, Any]]:
         """A small plain dict of every rank, in rank order, on every rank. For start-up."""
         ...

@@ -207,6 +207,7 @@ class GraphPool:
         if self._memory is None:
             self._memory = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._memory):
+        # other threads (NCCL's watchdog asks for events) must not spoil the capture
+        with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
             outputs = fn(padded)
         return graph, outputs

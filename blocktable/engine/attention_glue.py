@@ -51,6 +51,7 @@ class GroupStep:
     query_start_loc: torch.Tensor  # int32 [n + 1]
     seq_lens: torch.Tensor  # int32 [n]
     plan: Any = None  # whatever the back end wants to keep for the step's other layers
+    attend: Callable[..., Any] | None = None  # instead of the step's, where ranks share a group
 
 
 @dataclass(slots=True)
@@ -108,7 +109,8 @@ def paged_forward(
     group = blocktable.groups[layer.group]
     q, k, v = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
     blocktable.write(k, v, layer.k_cache, layer.v_cache, group.slot_mapping)
-    out = blocktable.attend(
+    attend = group.attend or blocktable.attend
+    out = attend(
         q, layer.k_cache, layer.v_cache, group.block_table, group.query_start_loc, group.seq_lens,
         scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
         sliding_window=sliding_window or layer.window, chunk=layer.chunk,

@@ -21,7 +21,7 @@ from blocktable.engine.kv_layout import (
 from blocktable.engine.loader import LoadedModel
 from blocktable.engine.options import EngineOptions
 from blocktable.engine.probe import ProbeResult, probe_model
-from blocktable.engine.runner import ModelRunner
+from blocktable.engine.runner import ContextShare, ModelRunner
 from blocktable.engine.sampling import Sampler
 from blocktable.engine.sampling.grammar import GrammarRows
 from blocktable.groups.keybook import CacheSink
@@ -40,6 +40,7 @@ class Prepared(NamedTuple):
     config: KVCacheConfig
     max_model_len: int
     max_num_batched_tokens: int
+    share: ContextShare | None = None
 
 
 def prepare_engine(
@@ -48,9 +49,11 @@ def prepare_engine(
     *,
     probed: ProbeResult | None = None,
     agree: Callable[[KVCacheConfig], int] | None = None,
+    share: ContextShare | None = None,
 ) -> Prepared:
     """Probe the model and size the pool. ``agree`` may lower the number of blocks, to what every
-    rank of a parallel engine has. Raises UnsupportedModel or ConfigError."""
+    rank of a parallel engine has; ``share`` is this rank's part in a context-parallel one. Raises
+    UnsupportedModel or ConfigError."""
     model = loaded.model
     device = torch.device(options.device)
     if _accelerates(loaded, options):
@@ -65,6 +68,7 @@ def prepare_engine(
     if probed is None:
         probed = probe_model(model, paged_attention, write_kv)
     layout = plan_layout(probed, options.block_size, model.dtype)
+    layout = layout.dealt_out(options.context_parallel_size)
     model_len = _model_limit(model.config.get_text_config(), options)
     if options.on_gpu and options.num_blocks is None and options.memory_bytes is None:
         from blocktable.engine.gpu.sizing import measured_num_blocks
@@ -81,14 +85,14 @@ def prepare_engine(
     max_model_len = _fit_model_len(layout, options, model_len, num_blocks)
     batched = _token_budget(options, max_model_len)
     config = layout.config(num_blocks)
-    return Prepared(loaded, options, probed, layout, config, max_model_len, batched)
+    return Prepared(loaded, options, probed, layout, config, max_model_len, batched, share)
 
 
 def make_runner(prepared: Prepared, manager: Any) -> ModelRunner:
     """The runner over a manager's tables (or over anything with ``tables`` and ``tokens``)."""
     return _runner(
-        prepared.options, prepared.max_num_batched_tokens, prepared.loaded.model, prepared.probed,
-        prepared.layout, prepared.config, manager,
+        prepared.options, prepared.max_num_batched_tokens, prepared.share, prepared.loaded.model,
+        prepared.probed, prepared.layout, prepared.config, manager,
     )  # fmt: skip
 
 
@@ -144,10 +148,13 @@ def assemble_engine(
     )  # fmt: skip
 
 
-def _runner(options: EngineOptions, batched: int, *parts: Any) -> ModelRunner:
+def _runner(
+    options: EngineOptions, batched: int, share: ContextShare | None, *parts: Any
+) -> ModelRunner:
     """The runner for the device; ``parts`` are ModelRunner's positional arguments."""
     backend = {
         "attend": paged_attention, "write": write_kv, "num_host_blocks": options.num_host_blocks,
+        "share": share,
     }  # fmt: skip
     if not options.on_gpu:
         from blocktable.attention import cpu

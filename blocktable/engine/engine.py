@@ -104,8 +104,8 @@ class Engine:
 
     @property
     def block_size(self) -> int:
-        """Positions in one block."""
-        return 0 if self.layout is None else self.layout.block_size
+        """Positions in one block (of the first group), on all context-parallel ranks."""
+        return 0 if self.layout is None else self.layout.groups[0].kv_cache_spec.block_size
 
     @property
     def block_bytes(self) -> int:

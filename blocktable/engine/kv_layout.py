@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -30,7 +30,8 @@ class KVLayout:
     """Groups, places and page sizes of one model at one block size.
 
     ``places[i]`` belongs to the i-th probed layer. ``bytes_per_block`` is what one more block of
-    the pool costs over all memories.
+    the pool costs over all memories. ``block_size`` counts the positions a page of this rank holds,
+    the specs of ``groups`` those of a block on all context-parallel ranks (see `dealt_out`).
     """
 
     block_size: int
@@ -55,13 +56,47 @@ class KVLayout:
 
     def kv_bytes(self, num_tokens: int) -> int:
         """Bytes that contiguous buffers for this many tokens would take (every layer in full)."""
-        pages = ceil_div(num_tokens, self.block_size)
-        used = sum(
-            len(g.layer_names) * g.kv_cache_spec.real_page_size_bytes
+        return sum(
+            len(g.layer_names)
+            * g.kv_cache_spec.real_page_size_bytes
+            * ceil_div(num_tokens, g.kv_cache_spec.block_size)
             for g in self.groups
             if isinstance(g.kv_cache_spec, AttentionSpec)
         )
-        return pages * used
+
+    def dealt_out(self, world_size: int) -> KVLayout:
+        """The layout with the positions of full-attention groups dealt out to context-parallel
+        ranks: a page stays what it is, a block covers ``world_size`` times the positions. Other
+        groups are kept whole on every rank: a window holds few positions, whatever the context.
+
+        Raises ConfigError where no group can be dealt out."""
+        if world_size == 1:
+            return self
+        if not any(is_dealt_out(group) for group in self.groups):
+            kinds = ", ".join(sorted({group.kv_cache_spec.kind for group in self.groups}))
+            raise ConfigError(
+                f"context_parallel_size {world_size} needs a layer with full attention, this model "
+                f"has {kinds}"
+            )
+        groups = [_widened(group, world_size) for group in self.groups]
+        return replace(self, groups=tuple(groups))
+
+
+def is_dealt_out(group: KVCacheGroupSpec) -> bool:
+    """Whether context-parallel ranks share out the positions of a group."""
+    return isinstance(group.kv_cache_spec, FullAttentionSpec)
+
+
+def _widened(group: KVCacheGroupSpec, world_size: int) -> KVCacheGroupSpec:
+    spec = group.kv_cache_spec
+    if not isinstance(spec, FullAttentionSpec):
+        return group
+    padded = spec.page_size_padded
+    wide = replace(
+        spec, block_size=spec.block_size * world_size,
+        page_size_padded=None if padded is None else padded * world_size,
+    )  # fmt: skip
+    return replace(group, kv_cache_spec=wide)
 
 
 def spec_of(call: AttentionCall, block_size: int, dtype: torch.dtype) -> AttentionSpec:

@@ -46,6 +46,10 @@ class EngineOptions:
             pool may take together, where neither ``num_blocks`` nor ``memory_bytes`` is given.
         tensor_parallel_size: ranks that share the model, each with its part of the heads. They are
             started as processes of this machine, or by torchrun.
+        context_parallel_size: ranks that share out the positions of each sequence, so that the KV
+            cache holds so many times the tokens; each has the whole model. Windowed layers are kept
+            whole on every rank.
+        context_parallel_interleave: neighbouring positions that one rank keeps; divides the block.
         rank_timeout: seconds after which a silent rank ends the engine with an error.
         num_draft_tokens: most tokens guessed ahead for a request in a step and checked in one
             forward pass; 0 guesses none. The output is the same with any number. Schedules one
@@ -80,6 +84,8 @@ class EngineOptions:
     attention_backend: str = "auto"
     gpu_memory_utilization: float = 0.9
     tensor_parallel_size: int = 1
+    context_parallel_size: int = 1
+    context_parallel_interleave: int = 1
     rank_timeout: float = 60.0
     num_draft_tokens: int = 0
     draft_ngram_min: int = 2
@@ -91,6 +97,7 @@ class EngineOptions:
     def __post_init__(self) -> None:
         for name in (
             "block_size", "max_num_seqs", "max_num_batched_tokens", "tensor_parallel_size",
+            "context_parallel_size", "context_parallel_interleave",
         ):  # fmt: skip
             _positive(name, getattr(self, name))
         for name in ("num_blocks", "memory_bytes", "max_model_len"):
@@ -106,6 +113,19 @@ class EngineOptions:
             raise ConfigError(f"device must be cpu or cuda, got {self.device!r}")
         self._check_attention()
         self._check_drafts()
+        self._check_ranks()
+
+    def _check_ranks(self) -> None:
+        if self.tensor_parallel_size > 1 and self.context_parallel_size > 1:
+            raise ConfigError(
+                f"tensor_parallel_size {self.tensor_parallel_size} and context_parallel_size "
+                f"{self.context_parallel_size} cannot be combined: one of them must be 1"
+            )
+        if self.block_size % self.context_parallel_interleave:
+            raise ConfigError(
+                f"context_parallel_interleave {self.context_parallel_interleave} does not divide "
+                f"block_size {self.block_size}"
+            )
 
     def _check_attention(self) -> None:
         if self.attention_backend not in BACKENDS:
@@ -127,16 +147,22 @@ class EngineOptions:
             raise ConfigError("a proposer needs num_draft_tokens >= 1, got 0")
         if count and self.async_steps:
             raise ConfigError(f"num_draft_tokens {count} and async_steps exclude each other")
-        if count and self.tensor_parallel_size > 1:
+        if count and self.num_ranks > 1:
             raise ConfigError(
                 f"num_draft_tokens {count} cannot be used with tensor_parallel_size "
-                f"{self.tensor_parallel_size}"
+                f"{self.tensor_parallel_size} and context_parallel_size "
+                f"{self.context_parallel_size}"
             )
 
     @property
     def on_gpu(self) -> bool:
         """Whether the model runs on a GPU."""
         return self.device != "cpu"
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes of the engine."""
+        return self.tensor_parallel_size * self.context_parallel_size
 
     @property
     def steps_in_flight(self) -> int:

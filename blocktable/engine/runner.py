@@ -16,17 +16,18 @@ rows, cut to the longest.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from blocktable.core.geometry import SlotGeometry
-from blocktable.core.specs import AttentionSpec, KVCacheConfig
+from blocktable.core.specs import AttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from blocktable.core.table import HostTable
 from blocktable.engine.attention_glue import AttentionSwitch, GroupStep, PagedStep
 from blocktable.engine.drafts import draw_lines
-from blocktable.engine.kv_layout import KVLayout
+from blocktable.engine.kv_layout import KVLayout, is_dealt_out
 from blocktable.engine.kv_memory import KVMemory
 from blocktable.engine.probe import ProbeResult
 from blocktable.sched.output import SchedulerOutput
@@ -46,6 +47,31 @@ class StepInputs(NamedTuple):
     logits_at: NDArray[np.int64]  # [lines] tokens whose logits are drawn from (see DrawLines)
 
 
+class PagedGroup(NamedTuple):
+    """A group's table, where its positions lie on this rank, and the share where others lie on
+    other ranks."""
+
+    table: HostTable
+    geometry: SlotGeometry
+    share: ContextShare | None
+
+
+class StepRows(NamedTuple):
+    """What attention sees: table rows [n], query starts [n + 1] and keys [n], on the device."""
+
+    rows: NDArray[np.int32]
+    starts: torch.Tensor
+    lens: torch.Tensor
+
+
+def _paged_group(
+    table: HostTable, group: KVCacheGroupSpec, page_tokens: int, share: ContextShare | None
+) -> PagedGroup:
+    if share is None or not is_dealt_out(group):
+        return PagedGroup(table, SlotGeometry(group.kv_cache_spec.block_size), None)
+    return PagedGroup(table, share.geometry(page_tokens), share)
+
+
 def build_inputs(output: SchedulerOutput, tokens: NDArray[np.int32]) -> StepInputs:
     """The step's flattened inputs; ``tokens`` is ``manager.tokens`` [rows, max_model_len]."""
     counts, start = output.num_scheduled, output.query_start_loc
@@ -60,12 +86,30 @@ def build_inputs(output: SchedulerOutput, tokens: NDArray[np.int32]) -> StepInpu
     return StepInputs(ids, positions, token_rows, start, output.seq_lens, logits_at)
 
 
+class ContextShare(Protocol):
+    """A rank's part in attention over KV that is dealt out to several (context parallelism)."""
+
+    def geometry(self, block_size: int) -> SlotGeometry:
+        """Where positions lie; ``block_size`` is a page's on one rank."""
+        ...
+
+    def visible(self, positions: Any, geometry: SlotGeometry) -> Any:
+        """int32, same shape: keys of this rank that a query at each position sees; for a tensor or
+        a NumPy array."""
+        ...
+
+    def attend(self, back_end: Callable[..., Any]) -> Callable[..., torch.Tensor]:
+        """A ``paged_attention`` of one query a row that joins what all ranks' back ends find."""
+        ...
+
+
 class ModelRunner:
     """The device side of an engine: model, KV memory, and the tensors of the step being run.
 
     ``model`` is a transformers causal language model whose attention the probe has accepted.
     ``attend``, ``write`` and ``prepare`` are the back end: ``prepare(table, query_start_loc,
     seq_lens)`` may return a plan that ``attend`` gets as ``plan=`` in every layer of the step.
+    ``share`` is this rank's part where positions are dealt out to several ranks.
     """
 
     def __init__(
@@ -80,6 +124,7 @@ class ModelRunner:
         write: Callable[..., None],
         prepare: Callable[..., Any] | None = None,
         num_host_blocks: int = 0,
+        share: ContextShare | None = None,
     ) -> None:
         self.model, self.manager = model, manager
         self.device = torch.device(model.device)
@@ -90,7 +135,7 @@ class ModelRunner:
         self._switch = AttentionSwitch(model)
         self._attend, self._write, self._prepare = attend, write, prepare
         self._paged = [
-            (table, SlotGeometry(group.kv_cache_spec.block_size))
+            _paged_group(table, group, layout.block_size, share)
             for table, group in zip(manager.tables, config.kv_cache_groups, strict=True)
             if isinstance(group.kv_cache_spec, AttentionSpec)
         ]
@@ -168,13 +213,27 @@ class ModelRunner:
         starts = self._to_device(inputs.query_start_loc)
         lens = self._to_device(inputs.seq_lens)
         groups = []
-        for table, geometry in self._paged:
-            slots = geometry.slots(table.rows, inputs.token_rows, inputs.positions)
+        for table, geometry, share in self._paged:
+            slots = self._to_device(geometry.slots(table.rows, inputs.token_rows, inputs.positions))
             width = max(1, int(table.counts[output.rows].max()))
-            rows = self._to_device(table.rows[output.rows, :width])
-            plan = None if self._prepare is None else self._prepare(rows, starts, lens)
-            groups.append(GroupStep(rows, self._to_device(slots), starts, lens, plan))
+            view, attend = StepRows(output.rows, starts, lens), None
+            if share is not None:
+                view, attend = self._dealt_out(share, geometry, inputs), share.attend(self._attend)
+            rows = self._to_device(table.rows[view.rows, :width])
+            plan = None
+            if self._prepare is not None:
+                plan = self._prepare(rows, view.starts, view.lens)
+            groups.append(GroupStep(rows, slots, view.starts, view.lens, plan, attend))
         return groups
+
+    def _dealt_out(
+        self, share: ContextShare, geometry: SlotGeometry, inputs: StepInputs
+    ) -> StepRows:
+        """How many of this rank's keys a query sees is another number for each token, so each token
+        is a row of its own."""
+        starts = np.arange(len(inputs.positions) + 1, dtype=np.int32)
+        own = share.visible(inputs.positions, geometry)
+        return StepRows(inputs.token_rows, self._to_device(starts), self._to_device(own))
 
     def _enter_states(self, output: SchedulerOutput) -> None:
         """Bring the stateful mixers' request states in line with the step."""

@@ -17,23 +17,25 @@ which is what one rank with all the keys computes. Where keys lie is `SlotGeomet
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from blocktable.core.geometry import SlotGeometry
 from blocktable.core.protocols import Communicator
 
+Lengths = TypeVar("Lengths", np.ndarray, torch.Tensor)
 
-def local_lengths(num_tokens: NDArray, geometry: SlotGeometry) -> NDArray[np.int32]:
-    """How many of the first ``num_tokens`` positions this rank owns; int32, same shape."""
-    tokens = np.asarray(num_tokens, np.int64)
+
+def local_lengths(num_tokens: Lengths, geometry: SlotGeometry) -> Lengths:
+    """How many of the first ``num_tokens`` positions this rank owns; int32, same shape. NumPy
+    arrays, or tensors on any device (nothing waits for it)."""
     period = geometry.cp_world * geometry.cp_interleave
-    rest = tokens % period - geometry.cp_rank * geometry.cp_interleave
-    own = tokens // period * geometry.cp_interleave + rest.clip(0, geometry.cp_interleave)
-    return own.astype(np.int32)
+    rest = num_tokens % period - geometry.cp_rank * geometry.cp_interleave
+    own = num_tokens // period * geometry.cp_interleave + rest.clip(0, geometry.cp_interleave)
+    return own.to(torch.int32) if isinstance(own, torch.Tensor) else own.astype(np.int32)
 
 
 def merge_by_lse(
@@ -47,45 +49,74 @@ def merge_by_lse(
     lse = torch.stack(list(lses)).float()
     total = torch.logsumexp(lse, dim=0)
     safe = torch.where(torch.isinf(total), torch.zeros_like(total), total)
-    weights = torch.exp(lse - safe).unsqueeze(-1)
-    stacked = torch.stack([out.float() for out in outputs])
-    merged = torch.where(weights > 0, stacked * weights, torch.zeros_like(stacked)).sum(0)
+    merged = torch.zeros(outputs[0].shape, dtype=torch.float32, device=total.device)
+    for out, weight in zip(outputs, torch.exp(lse - safe).unsqueeze(-1), strict=True):
+        merged += torch.where(weight > 0, out * weight, 0.0)  # a part without keys may hold NaN
     return merged.to(outputs[0].dtype), total
 
 
-def context_parallel_attention(
-    query: torch.Tensor,  # [T, Hq, D], the same on every rank
-    k_cache: torch.Tensor,  # [N, Hkv, block_size, D], this rank's part
-    v_cache: torch.Tensor,  # [N, Hkv, block_size, Dv]
-    block_table: torch.Tensor,  # int32 [n, W], this rank's
-    query_start_loc: NDArray,  # int32 [n + 1], on the host
-    seq_lens: NDArray,  # int32 [n], whole sequences, on the host
-    *,
-    geometry: SlotGeometry,
-    communicator: Communicator,
-    attend: Callable[..., Any],
-    scale: float,
-    softcap: float | None = None,
-) -> torch.Tensor:
-    """Causal attention [T, Hq, Dv] over KV that is spread over the ranks, equal on every rank.
+class ContextRank:
+    """One rank's part in attention over KV that is dealt out to all ranks of ``communicator``.
 
-    ``attend`` is a `paged_attention`. A query at position p sees the keys this rank owns up to p,
-    which is one length for each token, so each token is handed to ``attend`` as a request of one
-    query. Cost: one gather of the outputs and lse over the ranks.
+    ``interleave`` neighbouring positions stay on one rank. Every rank must make the same calls in
+    the same order, with the same queries. Cost of a layer: one gather of the ranks' outputs and
+    lse, and of the merge; on a GPU both can be captured in a CUDA graph.
     """
-    starts, lens = np.asarray(query_start_loc, np.int64), np.asarray(seq_lens, np.int64)
-    counts = starts[1:] - starts[:-1]
-    owner = np.repeat(np.arange(len(counts)), counts)
-    offset = np.arange(int(counts.sum())) - np.repeat(starts[:-1], counts)
-    visible = np.repeat(lens - counts, counts) + offset + 1
-    own = torch.from_numpy(local_lengths(visible, geometry)).to(query.device)
-    rows = block_table[torch.from_numpy(owner).to(block_table.device)]
-    single = torch.arange(len(owner) + 1, dtype=torch.int32, device=query.device)
-    out, lse = attend(
-        query, k_cache, v_cache, rows, single, own, scale=scale, causal=False, softcap=softcap,
-        return_lse=True,
-    )  # fmt: skip
-    lse = torch.where((own == 0)[:, None], torch.full_like(lse, float("-inf")), lse)
-    outputs = communicator.all_gather(out.float())
-    merged, _ = merge_by_lse(outputs, communicator.all_gather(lse.contiguous()))
-    return merged.to(query.dtype)
+
+    def __init__(self, communicator: Communicator, interleave: int = 1) -> None:
+        self.communicator, self.interleave = communicator, interleave
+
+    def geometry(self, block_size: int) -> SlotGeometry:
+        """Where positions lie; ``block_size`` counts those in one rank's page. Raises ConfigError
+        where the interleave does not divide it."""
+        world, rank = self.communicator.world_size, self.communicator.rank
+        return SlotGeometry(block_size, cp_world=world, cp_rank=rank, cp_interleave=self.interleave)
+
+    def visible(self, positions: Lengths, geometry: SlotGeometry) -> Lengths:
+        """int32, same shape: keys of this rank that a query at each position sees."""
+        return local_lengths(positions + 1, geometry)
+
+    def attend(self, back_end: Callable[..., Any]) -> Callable[..., torch.Tensor]:
+        """``back_end``, a `paged_attention`, as one over the keys of all ranks.
+
+        It takes each query token as a request of its own, with the number of this rank's keys that
+        the token sees (`visible`) as its length. Windows and chunks are refused with ValueError:
+        how far back they reach is another number of own keys for each token.
+        """
+        return partial(self._attend, back_end)
+
+    def _attend(
+        self,
+        back_end: Callable[..., Any],
+        query: torch.Tensor,  # [T, Hq, D], the same on every rank
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        block_table: torch.Tensor,
+        query_start_loc: torch.Tensor,
+        seq_lens: torch.Tensor,
+        *,
+        sliding_window: int | None = None,
+        chunk: int | None = None,
+        sinks: torch.Tensor | None = None,
+        **options: Any,
+    ) -> torch.Tensor:
+        if sliding_window is not None or chunk is not None:
+            raise ValueError("a window cannot be dealt out: keep such layers whole on every rank")
+        first = self.communicator.rank == 0  # a sink is a score like a key's: it counts once
+        out, lse = back_end(
+            query, k_cache, v_cache, block_table, query_start_loc, seq_lens, causal=False,
+            sinks=sinks if first else None, return_lse=True, **options,
+        )  # fmt: skip
+        return self._join(out, lse)
+
+    def _join(self, out: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
+        """The ranks' outputs, gathered in one message of lse and then output, and merged."""
+        count = lse.numel() * lse.element_size()
+        parts = self.communicator.all_gather(torch.cat([_bytes(lse), _bytes(out)]))
+        lses = [part[:count].view(lse.dtype).view(lse.shape) for part in parts]
+        outputs = [part[count:].view(out.dtype).view(out.shape) for part in parts]
+        return merge_by_lse(outputs, lses)[0]
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(torch.uint8).flatten()

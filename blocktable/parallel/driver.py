@@ -31,6 +31,8 @@ class StepDecision(Protocol):
     @property
     def sample_index(self) -> Counts: ...
     @property
+    def pending(self) -> NDArray[np.bool_] | None: ...
+    @property
     def released(self) -> RowIds: ...
     @property
     def forked(self) -> Sequence[Any]: ...
@@ -108,6 +110,7 @@ class StepWriter:
             swap_out_host=decision.swap_out[:, 1],
             swap_in_host=decision.swap_in[:, 0],
             swap_in_device=decision.swap_in[:, 1],
+            user=_pending(decision),
         )
         self._sequence += 1
         return message
@@ -155,6 +158,13 @@ def _step_tokens(decision: StepDecision, tokens: TokenIds) -> TokenIds:
     index = np.repeat(np.arange(len(rows)), counts)
     offset = np.cumsum(counts) - counts
     return tokens[rows[index], np.arange(total) + (first - offset)[index]]
+
+
+def _pending(decision: StepDecision) -> Counts:
+    """Batch entries whose last input token is one that the step in flight draws."""
+    if decision.pending is None:
+        return EMPTY
+    return np.flatnonzero(decision.pending).astype(np.int32)
 
 
 def _sample_index(decision: StepDecision) -> Counts:

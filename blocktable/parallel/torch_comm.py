@@ -78,6 +78,11 @@ class TorchCommunicator:
         self._run("all_gather", lambda: dist.all_gather(parts, whole, group=self._group))
         return parts
 
+    def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
+        """See `Communicator.broadcast`."""
+        self._run("broadcast", lambda: dist.broadcast(tensor, 0, group=self._group))
+        return tensor
+
     def gather_objects(self, value: dict[str, Any]) -> list[dict[str, Any]]:
         """See `Communicator.gather_objects`; values must be what JSON can hold."""
         data = json.dumps(value).encode()
@@ -94,12 +99,12 @@ class TorchCommunicator:
     def broadcast_bytes(self, data: bytes | None) -> bytes:
         """See `Communicator.broadcast_bytes`."""
         size = torch.tensor([len(data) if data is not None else 0], device=self._device)
-        self._run("broadcast", lambda: dist.broadcast(size, 0, group=self._group))
+        self.broadcast(size)
         buffer = torch.zeros(int(size.item()), dtype=torch.uint8, device=self._device)
         if data:
             buffer.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
         if len(buffer):
-            self._run("broadcast", lambda: dist.broadcast(buffer, 0, group=self._group))
+            self.broadcast(buffer)
         return buffer.cpu().numpy().tobytes()
 
     def barrier(self) -> None:
@@ -125,6 +130,10 @@ class SingleRank:
     def all_gather(self, tensor: Any) -> list[Any]:
         """The tensor alone."""
         return [tensor]
+
+    def broadcast(self, tensor: Any) -> Any:
+        """The tensor itself."""
+        return tensor
 
     def gather_objects(self, value: dict[str, Any]) -> list[dict[str, Any]]:
         """The value alone."""

@@ -29,6 +29,10 @@ class ThreadCommunicator:
         tensor.copy_(total)
         return tensor
 
+    def broadcast(self, tensor):
+        sent = self.all_gather(tensor.clone())[0]
+        return tensor if self.rank == 0 else tensor.copy_(sent)
+
     def gather_objects(self, value):
         return self.all_gather(value)
 

@@ -12,6 +12,7 @@ The host never waits for the device here.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -21,6 +22,9 @@ from numpy.typing import NDArray
 
 from blocktable.attention.adapters import Tables
 from blocktable.attention.options import OURS
+from blocktable.attention.plan import SMALL_M
+from blocktable.core.errors import ConfigError
+from blocktable.core.geometry import SlotGeometry
 from blocktable.core.specs import AttentionSpec
 from blocktable.device.block_table import MultiGroupBlockTable
 from blocktable.device.graphs import GraphPool, StaticInputs, StepInputs, capture_sizes, padded_size
@@ -34,8 +38,8 @@ from blocktable.engine.gpu.op import (
     register_compiled_attention,
     running,
 )
-from blocktable.engine.gpu.plans import GroupPlanner, group_shapes
-from blocktable.engine.runner import ModelRunner
+from blocktable.engine.gpu.plans import GroupPlanner, GroupShape, group_shapes
+from blocktable.engine.runner import ModelRunner, PagedGroup
 from blocktable.sched.output import SchedulerOutput
 
 PENDING = -1
@@ -62,9 +66,12 @@ class GraphRunner(ModelRunner):
             g for g, spec in enumerate(specs) if isinstance(spec, AttentionSpec)
         ]
         hosts = [manager.tables[g] for g in self._attention_groups]
+        spread = next((g.geometry for g in self._paged if g.share), SlotGeometry(1))
         self.tables = MultiGroupBlockTable.over(
             hosts, max(max_num_batched_tokens, max_num_seqs, 2), self.device,
-            [specs[g].block_size for g in self._attention_groups],
+            [group.geometry.block_size for group in self._paged], None,
+            spread.cp_world, spread.cp_rank, spread.cp_interleave,
+            [group.share is None for group in self._paged],
         )  # fmt: skip
         self._inputs = StaticInputs(
             max(max_num_seqs, 2), max(max_num_batched_tokens, 2), self.device
@@ -74,7 +81,7 @@ class GraphRunner(ModelRunner):
         )
         planners = [
             None if shape is None else GroupPlanner(shape, host, self.device, max_num_seqs)
-            for shape, host in zip(shapes, hosts, strict=True)
+            for shape, host in zip(map(_shape_on_rank, shapes, self._paged), hosts, strict=True)
         ]
         device_tables = self.tables.device_tables.tables
         self._planners: list[Planner | None] = with_libraries(
@@ -90,6 +97,7 @@ class GraphRunner(ModelRunner):
             and self.device.type == "cuda"
             and not probed.mixers.modules
             and all(planner is not None for planner in self._planners)
+            and all(map(_may_capture, self._planners, self._paged))
         )
         self._modules: dict[int, torch.nn.Module] = {}
         if compile and not probed.mixers.modules:
@@ -153,7 +161,10 @@ class GraphRunner(ModelRunner):
     def _replay(self, output: SchedulerOutput, inputs: Any, size: int) -> torch.Tensor | None:
         """The step as a graph of ``size`` requests; None if a plan does not fit its buffers."""
         planners = [planner for planner in self._planners if planner is not None]
-        plans = [p.decode_plan(output.rows, inputs.seq_lens, size) for p in planners]
+        plans = [
+            planner.decode_plan(output.rows, _keys(group, inputs.seq_lens), size)
+            for planner, group in zip(planners, self._paged, strict=True)
+        ]
         shares = any(plan.shares for plan in plans)
         buffers = [p.buffers(size, shares) for p in planners]
         if not all(b.fits(plan) for b, plan in zip(buffers, plans, strict=True)):
@@ -174,14 +185,8 @@ class GraphRunner(ModelRunner):
         tokens = max(output.num_total, 2)  # see capture sizes
         staged = self._stage(output, inputs, requests=len(output.rows), tokens=tokens)
         plans = [
-            None
-            if planner is None
-            else planner.upload(
-                planner.host_plan(
-                    output.rows, inputs.query_start_loc, inputs.seq_lens, num_tokens=tokens
-                )
-            )
-            for planner in self._planners
+            planner and planner.upload(_launch_plan(planner, group, output.rows, inputs, tokens))
+            for planner, group in zip(self._planners, self._paged, strict=True)
         ]
         sampling = len(inputs.logits_at) > 0
         keep = inputs.logits_at if sampling else np.zeros(1, np.int64)
@@ -211,8 +216,9 @@ class GraphRunner(ModelRunner):
             GroupStep(
                 self.tables.device_tables.tables[g], self.tables[g].slot_mapping[:tokens],
                 staged.query_start_loc, staged.seq_lens, plan,
+                None if group.share is None else group.share.attend(self._attend),
             )
-            for g, plan in enumerate(plans)
+            for g, (plan, group) in enumerate(zip(plans, self._paged, strict=True))
         ]  # fmt: skip
         step = PagedStep(self.memory.caches, groups, self._attend, self._write)
         self._mixers.active = bool(self._mixers.modules)
@@ -259,3 +265,38 @@ class GraphRunner(ModelRunner):
     def captured(self) -> dict[bool, list[int]]:
         """Batch sizes captured so far, without and with shared prefixes."""
         return {shares: sorted(pool.captured) for shares, pool in self._graphs.items()}
+
+
+def _shape_on_rank(shape: GroupShape | None, group: PagedGroup) -> GroupShape | None:
+    """The shape to plan by. Where keys are dealt out, all of a rank's keys up to a token's are seen
+    (no mask), and which graph runs must not depend on what this rank's rows have in common."""
+    if group.share is None:
+        return shape
+    if shape is None:
+        raise ConfigError("context parallelism needs layers of one shape in a KV cache group")
+    return shape._replace(config=replace(shape.config, causal=False, share=False))
+
+
+def _may_capture(planner: Planner | None, group: PagedGroup) -> bool:
+    """Whether a decode plan always fits its buffers, on all ranks alike, where keys are dealt out:
+    one rank must not replay a graph while another launches its kernels one by one."""
+    return group.share is None or (planner is not None and planner.shape.config.group <= SMALL_M)
+
+
+def _launch_plan(
+    planner: Planner, group: PagedGroup, rows: NDArray[np.int32], inputs: Any, tokens: int
+) -> Any:
+    """The plan of a step outside the graphs. Where keys are dealt out each token is a row: how many
+    of this rank's keys it sees is no function of its request's length."""
+    starts, lens = inputs.query_start_loc, inputs.seq_lens
+    if group.share is not None:
+        rows, starts = inputs.token_rows, np.arange(len(inputs.positions) + 1, dtype=np.int32)
+        lens = group.share.visible(inputs.positions, group.geometry)
+    return planner.host_plan(rows, starts, lens, num_tokens=tokens)
+
+
+def _keys(group: PagedGroup, seq_lens: NDArray[np.int32]) -> NDArray[np.int32]:
+    """Keys that a decoding request sees on this rank."""
+    if group.share is None:
+        return seq_lens
+    return group.share.visible(seq_lens - 1, group.geometry)

@@ -2,18 +2,42 @@
 
 from __future__ import annotations
 
+import tempfile
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from blocktable.core.errors import ConfigError, LoadError
-from blocktable.engine.loader import LoadedModel
+from blocktable.engine.loader import BUNDLED, LoadedModel, begin
 from blocktable.engine.loader.dtypes import choose_dtype
 from blocktable.engine.loader.hub import load_tokenizer, one_line
+from blocktable.engine.options import EngineOptions
 from blocktable.parallel.handshake import kv_head_map
 
 _KV_PROJECTIONS = ("k_proj", "v_proj")
+
+
+@contextmanager
+def shardable(source: str, options: EngineOptions) -> Iterator[tuple[str, Any]]:
+    """The model as one that transformers can split, and its tokenizer where that is not with it.
+
+    A GGUF file is written out as a Hugging Face directory for the length of the ``with`` block,
+    since the plan is applied while weights are read; that takes its size in the chosen dtype on
+    disk. Everything else, and every model that is not split, is its own source.
+    """
+    is_file = source in BUNDLED or source.lower().endswith(".gguf")
+    if options.tensor_parallel_size == 1 or not is_file:
+        yield source, None
+        return
+    with tempfile.TemporaryDirectory(prefix="blocktable-") as folder:
+        dtype = str(choose_dtype(options.dtype, options.device)).removeprefix("torch.")
+        loaded = begin(source).finish(dtype)
+        loaded.model.save_pretrained(folder)
+        tokenizer, loaded = loaded.tokenizer, None
+        yield folder, tokenizer
 
 
 def load_shard(

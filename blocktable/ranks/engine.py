@@ -1,0 +1,220 @@
+"""What each rank builds: the engine on rank 0, a runner that follows it on the others."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import socket
+import sys
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+
+from blocktable.core.errors import BlocktableError, ConfigError, RankError
+from blocktable.core.specs import KVCacheConfig
+from blocktable.engine.build import Prepared, assemble_engine, make_runner, prepare_engine
+from blocktable.engine.engine import Engine
+from blocktable.engine.loader import LoadedModel, begin
+from blocktable.engine.options import EngineOptions
+from blocktable.engine.runner import ModelRunner
+from blocktable.groups.keybook import CacheSink
+from blocktable.parallel.channel import FAILED, Ack, DriverChannel, RankChannel, world_is_alive
+from blocktable.parallel.context import ContextRank
+from blocktable.parallel.driver import StepWriter
+from blocktable.parallel.handshake import RankGeometry, agree
+from blocktable.parallel.rank import RankState
+from blocktable.parallel.torch_comm import TorchCommunicator
+from blocktable.parallel.worker import serve_rank
+from blocktable.ranks.launch import (
+    environment,
+    free_port,
+    join,
+    leave,
+    share_cpu,
+    start_ranks,
+    stop_ranks,
+    torchrun_place,
+)
+from blocktable.ranks.shards import load_shard, shardable
+from blocktable.ranks.steps import FollowingRunner, LeadingRunner
+
+
+class Source(NamedTuple):
+    """What every rank loads: a name or path, and whether it may be downloaded."""
+
+    model: str
+    allow_download: bool
+
+
+MakeSink = Callable[[KVCacheConfig], CacheSink]
+
+
+def build_parallel_engine(
+    model: Any, options: EngineOptions, *, tokenizer: Any = None, allow_download: bool = False,
+    make_sink: MakeSink | None = None,
+) -> Engine:  # fmt: skip
+    """The engine of rank 0. In other ranks of a torchrun world this does not return.
+
+    ``close_ranks`` of the engine's runner stops the other ranks; so does its end of life.
+    ``make_sink`` makes what hears of the cache's changes. Raises ConfigError, LoadError,
+    UnsupportedModel as with one rank, and RankError for a rank that fails.
+    """
+    if not isinstance(model, str | os.PathLike):
+        raise ConfigError("several ranks need a model by its name or path, not a model object")
+    place = torchrun_place(options)
+    if place is None and torch.distributed.is_initialized():
+        raise ConfigError("another engine of several ranks is alive in this process: close it")
+    options = _for_ranks(options)
+    with shardable(str(model), options) as (path, own_tokenizer):
+        source = Source(path, allow_download)
+        tokenizer = tokenizer or own_tokenizer
+        if place is not None:
+            communicator = join(options, place.rank, place.address)
+            if place.rank == 0:
+                return _lead(source, options, communicator, tokenizer, make_sink, [])
+            parent = os.getppid()
+            _follow(source, options, communicator, lambda: os.getppid() == parent)
+        return _start(source, options, tokenizer, make_sink)
+
+
+def _for_ranks(options: EngineOptions) -> EngineOptions:
+    """Options of each rank: ranks on CPUs share one memory, and a sharded model keeps its hooks."""
+    if options.tensor_parallel_size > 1:
+        options = replace(options, accelerate=False, compile=False)
+    if not options.on_gpu:
+        options = replace(options, memory_share=options.memory_share / options.num_ranks)
+    return options
+
+
+def _start(
+    source: Source, options: EngineOptions, tokenizer: Any, make_sink: MakeSink | None
+) -> Engine:
+    """Start the other ranks as processes of this machine, and lead them."""
+    address = f"127.0.0.1:{free_port()}"
+    threads = torch.get_num_threads()
+    workers: list[Any] = []
+    with environment(0, options.num_ranks):
+        workers = start_ranks(_worker_main, options, address, source)
+        share_cpu(options)
+        try:
+            communicator = join(options, 0, address)
+            return _lead(source, options, communicator, tokenizer, make_sink, workers)
+        except BaseException:
+            stop_ranks(None, workers, threads)
+            raise
+
+
+def _lead(
+    source: Source, options: EngineOptions, communicator: TorchCommunicator, tokenizer: Any,
+    make_sink: MakeSink | None, workers: list[Any],
+) -> Engine:  # fmt: skip
+    host = socket.gethostbyname(os.environ.get("MASTER_ADDR", "127.0.0.1"))
+    channel = DriverChannel(
+        communicator.world_size, f"tcp://{host}:*", timeout=options.rank_timeout,
+        is_alive=world_is_alive(workers) if workers else None,
+    )  # fmt: skip
+    try:
+        communicator.broadcast_bytes(channel.endpoint.encode())
+        prepared, capacities = _prepare(source, options, communicator, tokenizer)
+        channel.wait_for_ranks()
+
+        def wrap(runner: ModelRunner) -> LeadingRunner:
+            tables = runner.manager.tables
+            shape = {"widths": [table.max_blocks_per_row for table in tables]}
+            communicator.broadcast_bytes(json.dumps(shape).encode())
+            writer = StepWriter(tables, capacities, drains=not options.on_gpu)
+            return LeadingRunner(runner, writer, channel, communicator)
+
+        engine = assemble_engine(prepared, wrap=wrap, make_sink=make_sink)
+    except BaseException as error:
+        _raise_rank_fault(channel, error)
+        raise
+    threads = torch.get_num_threads()
+    stop = weakref.finalize(engine, stop_ranks, channel, workers, threads, communicator)
+    engine.runner.close_ranks = stop  # pyright: ignore[reportAttributeAccessIssue]
+    return engine
+
+
+def _raise_rank_fault(channel: DriverChannel, error: BaseException) -> None:
+    """Where a rank has said what went wrong, that is the error; else the caller's stands."""
+    try:
+        if isinstance(error, RankError) or not isinstance(error, BlocktableError):
+            channel.check(0)
+    finally:
+        channel.close()
+
+
+def _prepare(
+    source: Source, options: EngineOptions, communicator: TorchCommunicator, tokenizer: Any
+) -> tuple[Prepared, list[int]]:
+    """Load this rank's part and size the pool all ranks have room for."""
+    if options.on_gpu:
+        options = replace(options, device=f"cuda:{torch.cuda.current_device()}")
+    capacities: list[int] = []
+
+    def agree_with_ranks(config: KVCacheConfig) -> int:
+        geometry = RankGeometry.of(
+            config, max_num_rows=options.max_num_seqs, max_model_len=options.max_model_len or 0
+        )
+        told = communicator.gather_objects(geometry.as_dict())
+        capacities.extend(int(one["num_blocks"]) for one in told)
+        return agree(told)
+
+    share = None
+    if options.context_parallel_size > 1:
+        share = ContextRank(communicator, options.context_parallel_interleave)
+    loaded = _load(source, options, communicator, tokenizer)
+    return prepare_engine(loaded, options, agree=agree_with_ranks, share=share), capacities
+
+
+def _load(
+    source: Source, options: EngineOptions, communicator: TorchCommunicator, tokenizer: Any
+) -> LoadedModel:
+    """This rank's shard of the model, or, where positions are dealt out, the whole model."""
+    if options.tensor_parallel_size > 1:
+        return load_shard(
+            source.model, communicator.rank, communicator.world_size, dtype=options.dtype,
+            device=options.device, allow_download=source.allow_download, tokenizer=tokenizer,
+        )  # fmt: skip
+    loading = begin(source.model, allow_download=source.allow_download)
+    return loading.finish(options.dtype, options.device, tokenizer)
+
+
+def _follow(
+    source: Source, options: EngineOptions, communicator: TorchCommunicator,
+    is_driver_alive: Callable[[], bool],
+) -> NoReturn:  # fmt: skip
+    """A rank's whole life after it joined."""
+    rank = communicator.rank
+    channel = RankChannel(rank, communicator.broadcast_bytes(None).decode())
+    try:
+        prepared, _ = _prepare(source, options, communicator, None)
+        shape = json.loads(communicator.broadcast_bytes(None))
+        state = RankState(
+            prepared.config, rank=rank, max_num_rows=options.max_num_seqs,
+            max_model_len=prepared.max_model_len, widths=shape["widths"],
+        )  # fmt: skip
+        runner = FollowingRunner(
+            make_runner(prepared, state), communicator, options.steps_in_flight
+        )
+    except Exception as error:
+        channel.send(Ack(FAILED, rank, 0, 0, 0, 0, 0, f"rank {rank} cannot start: {error}"))
+        raise
+    serve_rank(state, channel, runner.run, is_driver_alive)
+    leave()
+
+
+def _worker_main(rank: int, options: EngineOptions, address: str, source: Source) -> None:
+    parent = multiprocessing.parent_process()
+    with environment(rank, options.num_ranks):
+        share_cpu(options)
+        communicator = join(options, rank, address)
+        alive = parent.is_alive if parent is not None else (lambda: True)
+        try:
+            _follow(source, options, communicator, alive)
+        except RankError:
+            sys.exit(1)  # the driver was told
