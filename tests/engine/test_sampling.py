@@ -351,3 +351,14 @@ def one_stream(params, logits, positions, index):
     sampler = Sampler(1, V)
     sampler.add_row(0, params, PROMPT, index=index)
     return sampler.sample(logits.clone(), np.zeros(len(positions), np.int32), positions).token_ids
+
+
+def test_counts_that_grew_in_a_step_take_the_next_request():
+    sampler = Sampler(4, V)
+    params = SamplingParams(temperature=0, repetition_penalty=1.5)
+    sampler.add_row(0, params, [1, 2])
+    rows = np.array([0], np.int32)
+    for i in range(200):  # past the room that a row begins with, inside sample()
+        sampler.sample(torch.randn(1, V), rows, np.array([2 + i]))
+    sampler.add_row(1, params, [3, 4])
+    sampler.sample(torch.randn(1, V), np.array([1], np.int32), np.array([2]))

@@ -134,6 +134,7 @@ class Sampler:
                 raise RequestError(f"{guide.kind} needs a tokenizer, this engine has none")
             self.grammars.check(guide)
 
+    @torch.inference_mode()  # what sample() grew can only be changed in this mode
     def add_row(
         self,
         row: int,
