@@ -119,11 +119,11 @@ def paged_forward(
     return out.unsqueeze(0), None
 
 
-def register_attention() -> None:
-    """Make ``attn_implementation="blocktable"`` known to transformers; safe to call again."""
+def register_attention(name: str = ATTENTION_NAME) -> None:
+    """Make ``attn_implementation=name`` known to transformers; safe to call again."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, _dispatch)
+    ALL_ATTENTION_FUNCTIONS.register(name, _dispatch)
 
 
 def _dispatch(

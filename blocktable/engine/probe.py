@@ -8,13 +8,14 @@ short requests both ways::
     through pages, in one ragged batch      step 1: a0 a1 a2 b0 b1 b2 b3   step 2: a3 b4 b5 b6
 
 Every attention layer must be called exactly once a pass, and the logits at the end of A and B must
-agree. What the layers asked for on the way (heads, head sizes, window, softcap, sinks) is what the
-KV cache is laid out by: observed, not configured.
+agree, and so must each layer on its own (:mod:`blocktable.engine.probe_layers`) and the keys of the
+first one, which show wrong positions. What the layers asked for on the way (heads, head sizes,
+window, softcap, sinks) is what the KV cache is laid out by: observed, not configured.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +23,7 @@ import torch
 
 from blocktable.core.errors import UnsupportedModel
 from blocktable.engine.attention_glue import (
+    ATTENTION_NAME,
     AttentionCall,
     AttentionSwitch,
     GroupStep,
@@ -30,6 +32,17 @@ from blocktable.engine.attention_glue import (
     paged_forward,
     register_attention,
 )
+from blocktable.engine.loader.hub import one_line
+from blocktable.engine.probe_layers import (
+    LAYER_LIMITS,
+    MASKS_NAME,
+    LayerComparison,
+    check_span,
+    mask_predicate,
+    register_masks,
+    relative_difference,
+)
+from blocktable.engine.probe_mixers import continue_in_one_go
 from blocktable.engine.stateful import StatefulMixers
 
 _BLOCK_SIZE, _WIDTH = 4, 2
@@ -38,7 +51,8 @@ _SPLIT = (3, 4)  # of which step 1 computes so many
 _TOLERANCE = {torch.float32: 2e-3, torch.float64: 2e-3}
 _TOLERANCE_LOW = 0.5
 """Root mean square of the difference over that of the logits. SmolLM2 gives 4e-6 in float32 and
-0.13 in bfloat16, where the order of additions alone changes that much."""
+0.13 in bfloat16, where the order of additions alone changes that much: the layers are compared one
+by one for that."""
 
 ATTENTION_LAYER_TYPES = frozenset(
     {"full_attention", "sliding_attention", "chunked_attention", "attention", "hybrid"}
@@ -77,7 +91,11 @@ class _Recorder:
     layers: dict[int, ProbedLayer] = field(default_factory=dict)
     caches: dict[int, LayerCache] = field(default_factory=dict)
     calls: dict[int, int] = field(default_factory=dict)
+    masks: dict[int, Callable[..., Any]] = field(default_factory=dict)  # predicates over positions
+    first_keys: list[torch.Tensor] = field(default_factory=list)  # [T, Hkv, D] a call, first layer
     group: GroupStep | None = None
+    serving: bool = True
+    """The pass is one as the engine will run it, without masks."""
 
     def __call__(
         self,
@@ -91,12 +109,24 @@ class _Recorder:
         ident = id(module)
         if ident not in self.layers:
             self._add(module, query, key, value, kwargs)
-        self.calls[ident] = self.calls.get(ident, 0) + 1
+        if self.serving:
+            self._count(ident, attention_mask)
+        elif (predicate := mask_predicate(attention_mask)) is not None:
+            self.masks[ident] = predicate
+        if ident == next(iter(self.layers)):
+            self.first_keys.append(key[0].transpose(0, 1).clone())
         if self.group is None:
             raise UnsupportedModel("the probe was called outside a step")
         step = PagedStep(self.caches, [self.group], self.attend, self.write)
         kwargs["blocktable"] = step
         return paged_forward(module, query, key, value, attention_mask, **kwargs)
+
+    def _count(self, ident: int, attention_mask: Any) -> None:
+        self.calls[ident] = self.calls.get(ident, 0) + 1
+        if attention_mask is not None:
+            raise UnsupportedModel(
+                f"{self.layers[ident].name} makes a mask of its own, which pages cannot follow"
+            )
 
     def _add(
         self,
@@ -146,24 +176,25 @@ def probe_model(model: Any, attend: Callable[..., Any], write: Callable[..., Non
     """Run the model both ways; see the module's docstring.
 
     ``attend`` and ``write`` are the ``paged_attention`` and ``write_kv`` that will serve it. Cost:
-    four forward passes of at most 7 tokens. Raises UnsupportedModel, naming the architecture and
-    what is wrong with it; the model is then as it was.
+    five forward passes of at most 7 tokens, two of which run each attention layer twice. Raises
+    UnsupportedModel, naming the architecture and what is wrong with it; the model is then as it
+    was.
     """
     register_attention()
+    register_masks()
     config = model.config.get_text_config()
     mixers = StatefulMixers(model)
     names = {id(module): name for name, module in model.named_modules()}
     recorder = _Recorder(attend, write, config, names)
     try:
         with torch.inference_mode():
+            mixers.token_by_token = not continue_in_one_go(mixers.modules, model.config)
             paged = _paged_logits(model, recorder, mixers)
             _check_calls(model, config, recorder, mixers)
-            alone = _own_logits(model)
-            error = _difference(paged, alone)
-            limit = _TOLERANCE.get(paged.dtype, _TOLERANCE_LOW)
-            if error > limit and mixers.modules:
-                mixers.token_by_token = True
-                error = _difference(_paged_logits(model, recorder, mixers), alone)
+            alone = _own_logits(model, recorder)
+            _check_masks(model, config, recorder)
+        error = _difference(paged, alone)
+        limit = _TOLERANCE.get(model.dtype, _TOLERANCE_LOW)
         if not error <= limit:
             raise UnsupportedModel(
                 f"{_title(model)}: logits through the block table differ by {error:.2g} from "
@@ -185,35 +216,22 @@ def _probe_tokens(vocab_size: int) -> list[list[int]]:
 def _paged_logits(model: Any, recorder: _Recorder, mixers: StatefulMixers) -> torch.Tensor:
     """Logits [2, V] at the last tokens of both requests, through pages in two steps."""
     tokens = _probe_tokens(model.config.get_text_config().vocab_size)
-    table = torch.arange(1, 1 + 2 * _WIDTH, dtype=torch.int32).reshape(2, _WIDTH).to(model.device)
     switch, done, logits = AttentionSwitch(model), (0, 0), None
     for ends in (_SPLIT, _LENGTHS):
         parts = [tokens[i][done[i] : ends[i]] for i in range(2)]
         positions = [torch.arange(done[i], ends[i]) for i in range(2)]
-        slots = [
-            table[i, p.to(table.device) // _BLOCK_SIZE].long() * _BLOCK_SIZE
-            + (p % _BLOCK_SIZE).to(table.device)
-            for i, p in enumerate(positions)
-        ]
+        recorder.group = _group_step(done, ends, model.device)
         bounds = [0, len(parts[0]), len(parts[0]) + len(parts[1])]
-        recorder.group = GroupStep(
-            table, torch.cat(slots),
-            torch.tensor(bounds, dtype=torch.int32, device=model.device),
-            torch.tensor(ends, dtype=torch.int32, device=model.device),
-        )  # fmt: skip
         mixers.enter_step((0, 1), done, bounds)
         mixers.active = True
         try:
             with switch:
-                logits = model(
-                    input_ids=torch.tensor([parts[0] + parts[1]], device=model.device),
+                logits = _run(
+                    model, parts[0] + parts[1], "be handed a step",
                     position_ids=torch.cat(positions)[None].to(model.device),
-                    use_cache=False,
                     logits_to_keep=torch.tensor(bounds[1:], device=model.device) - 1,
                     blocktable=recorder,
-                ).logits
-        except TypeError as error:
-            raise UnsupportedModel(f"{_title(model)} cannot be handed a step: {error}") from error
+                )  # fmt: skip
         finally:
             mixers.active = False
         done = ends
@@ -223,15 +241,79 @@ def _paged_logits(model: Any, recorder: _Recorder, mixers: StatefulMixers) -> to
     return logits[0]
 
 
-def _own_logits(model: Any) -> torch.Tensor:
-    """The same logits, each request alone, by transformers' own eager attention."""
+def _run(model: Any, tokens: Sequence[int], doing: str, **inputs: Any) -> torch.Tensor:
+    """Logits of one flattened batch; whatever the model raises becomes UnsupportedModel."""
+    ids = torch.tensor([tokens], device=model.device)
+    try:
+        return model(input_ids=ids, use_cache=False, **inputs).logits
+    except (TypeError, ValueError, RuntimeError, IndexError, AttributeError) as error:
+        raise UnsupportedModel(f"{_title(model)} cannot {doing}: {one_line(error)}") from error
+
+
+def _group_step(starts: Sequence[int], ends: Sequence[int], device: torch.device) -> GroupStep:
+    """The step that computes tokens starts[i]..ends[i] of the i-th request, whose blocks are the
+    i-th ``_WIDTH`` after the null block."""
+    table = 1 + torch.arange(_WIDTH * len(ends), dtype=torch.int32).reshape(len(ends), _WIDTH)
+    places = [torch.arange(start, end) for start, end in zip(starts, ends, strict=True)]
+    slots = [
+        table[i, place // _BLOCK_SIZE].long() * _BLOCK_SIZE + place % _BLOCK_SIZE
+        for i, place in enumerate(places)
+    ]
+    bounds = torch.tensor([0, *(len(place) for place in places)]).cumsum(0, dtype=torch.int32)
+    return GroupStep(
+        table.to(device), torch.cat(slots).to(device), bounds.to(device),
+        torch.tensor(ends, dtype=torch.int32, device=device),
+    )  # fmt: skip
+
+
+def _own_logits(model: Any, recorder: _Recorder) -> torch.Tensor:
+    """The same logits, each request alone, by transformers' own eager attention. Each attention
+    layer is run again through pages and compared; raises UnsupportedModel if one differs."""
+
+    def again(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return module.forward(*args, **{**kwargs, ATTENTION_NAME: recorder})
+
+    layers = {layer.module: layer.name for layer in recorder.layers.values()}
+    comparison = LayerComparison(model, layers, again)
+    in_steps, recorder.first_keys, recorder.serving = recorder.first_keys, [], False
     rows = []
-    with AttentionSwitch(model, "eager"):
+    with AttentionSwitch(model, "eager"), comparison.watching():
         for tokens in _probe_tokens(model.config.get_text_config().vocab_size):
-            ids = torch.tensor([tokens], device=model.device)
-            out = model(input_ids=ids, use_cache=False, logits_to_keep=1)
-            rows.append(out.logits[0, -1])
+            recorder.group = _group_step((0,), (len(tokens),), model.device)
+            rows.append(_run(model, tokens, "attend by itself", logits_to_keep=1)[0, -1])
+    comparison.check(_title(model))
+    if layers:
+        _check_first_keys(model, in_steps, recorder.first_keys)
     return torch.stack(rows)
+
+
+def _check_first_keys(
+    model: Any, in_steps: Sequence[torch.Tensor], alone: Sequence[torch.Tensor]
+) -> None:
+    """Keys of the first attention layer: two steps of A and B together against A and B alone."""
+    cuts = (_SPLIT[0], _LENGTHS[0] - _SPLIT[0])  # tokens of A in each step, before those of B
+    of_a = [keys[:cut] for keys, cut in zip(in_steps, cuts, strict=True)]
+    of_b = [keys[cut:] for keys, cut in zip(in_steps, cuts, strict=True)]
+    together = torch.cat([*of_a, *of_b])
+    error = relative_difference(together, torch.cat(list(alone)))
+    limit = LAYER_LIMITS.get(together.dtype, _TOLERANCE_LOW)
+    if not error <= limit:
+        raise UnsupportedModel(
+            f"{_title(model)}: keys of the first attention layer differ by {error:.2g} from those "
+            f"of requests run alone, the limit is {limit:g}: positions are not followed"
+        )
+
+
+def _check_masks(model: Any, config: Any, recorder: _Recorder) -> None:
+    """Each layer's mask, as transformers states it, against what the layer asked for."""
+    tokens = _probe_tokens(config.vocab_size)[0]
+    recorder.group = _group_step((0,), (len(tokens),), model.device)
+    with AttentionSwitch(model, MASKS_NAME):
+        _run(model, tokens, "be asked for its masks", logits_to_keep=1, blocktable=recorder)
+    last = (getattr(config, "max_position_embeddings", None) or 1 << 16) - 1
+    layers = {(mask, recorder.layers[i].call): i for i, mask in recorder.masks.items()}
+    for (predicate, call), ident in layers.items():
+        check_span(predicate, call, last, f"{_title(model)}: layer {recorder.layers[ident].name}")
 
 
 def _check_calls(model: Any, config: Any, recorder: _Recorder, mixers: StatefulMixers) -> None:

@@ -120,14 +120,17 @@ REFUSED_CONFIGS: dict[str, Callable[[], Any]] = {
         attention_types=[[["global", "local"], 1]], max_position_embeddings=512,
     ),
     "stablelm": _config("StableLmConfig"),
+    "doge": _config("DogeConfig"),
 }  # fmt: skip
-"""Attention that does not go through the interface, or drops its arguments."""
+"""Attention that does not go through the interface, drops its arguments or has masks of its own."""
 
 
-def tiny_model(name: str, seed: int = 0) -> Any:
-    """A random float32 model in eval mode, the same for the same seed."""
-    make = {**CONFIGS, **HYBRID_CONFIGS, **REFUSED_CONFIGS}[name]
+def tiny_model(name: str, seed: int = 0, **fields: Any) -> Any:
+    """A random float32 model in eval mode, the same for the same seed; ``fields`` replace those of
+    its config."""
+    config = {**CONFIGS, **HYBRID_CONFIGS, **REFUSED_CONFIGS}[name]()
+    config.update(fields)
     torch.manual_seed(seed)
-    model = hf.AutoModelForCausalLM.from_config(make(), dtype=torch.float32).eval()
+    model = hf.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     model.generation_config.eos_token_id = None
     return model
