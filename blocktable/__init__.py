@@ -36,6 +36,7 @@ _HOME = {
     "Scheduler": "blocktable.sched.scheduler",
     "SchedulerConfig": "blocktable.sched.config",
     "SchedulerOutput": "blocktable.sched.output",
+    "Retention": "blocktable.prefix.hints",
     "SamplingParams": "blocktable.engine.params",
     "Engine": "blocktable.engine.engine",
     "RequestOutput": "blocktable.engine.outputs",

@@ -126,6 +126,7 @@ def assemble_engine(
         max_num_batched_tokens=prepared.max_num_batched_tokens,
         enable_caching=options.enable_prefix_caching and not probed.mixers.modules,
         seed=options.seed, host_blocks=options.num_host_blocks,
+        eviction=options.eviction, retain_share=options.retain_share,
         sink=None if make_sink is None else make_sink(prepared.config),
     )  # fmt: skip
     batched = prepared.max_num_batched_tokens

@@ -204,6 +204,8 @@ class Engine:
             stop_token_ids=(*params.stop_token_ids, *more), ignore_eos=params.ignore_eos,
             n=params.n, priority=priority, salt=salt, drafts=may_draft(params),
             arrival=tracked.arrival, params=tracked,
+            # a prompt computed for its scores has a salt of its own: nobody can hit it
+            retention=None if params.prompt_logprobs is not None else params.retention,
         )  # fmt: skip
 
     # --- steps ---

@@ -28,6 +28,10 @@ class EngineOptions:
             prompts may not be cut (``enable_chunked_prefill=False``).
         enable_prefix_caching: share computed blocks of equal prefixes (models whose layers keep
             states of their own never do).
+        eviction: which cached blocks go first when room is needed: "lru", or "reuse", which learns
+            from the traffic what a block is worth.
+        retain_share: most of the pool's usable blocks that hints may keep (``pin`` of the manager,
+            ``retention`` of requests); 0 ignores them.
         enable_chunked_prefill: a prompt may be computed over several steps.
         preemption: what a victim's blocks become: recomputed later, or copied to host memory.
         num_host_blocks: blocks of host memory for ``preemption="swap"``.
@@ -72,6 +76,8 @@ class EngineOptions:
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
     enable_prefix_caching: bool = True
+    eviction: Literal["lru", "reuse"] = "lru"
+    retain_share: float = 0.5
     enable_chunked_prefill: bool = True
     preemption: Literal["recompute", "swap"] = "recompute"
     num_host_blocks: int = 0

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 from blocktable.core.errors import RequestError
+from blocktable.prefix.hints import Retention
 
 
 @dataclass(frozen=True)
@@ -135,7 +136,7 @@ def _choices(value: object) -> tuple[str, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How to pick the next token, when to stop, and what to report.
+    """How to pick the next token, when to stop, what to report, and what to keep.
 
     The distribution is shaped in this order: ``logit_bias`` and token lists, penalties,
     ``temperature``, ``top_k``, ``top_p``, ``min_p``. Temperature 0 is greedy: the largest logit
@@ -176,6 +177,8 @@ class SamplingParams:
         regex: constrain the output to this regular expression (Rust's syntax).
         choice: constrain the output to one of these strings.
         grammar: constrain the output to this context-free grammar (Lark's syntax).
+        retention: how long the blocks of prompt and output are worth keeping in the prefix cache
+            once the request has ended.
 
     Raises:
         RequestError: names the field, the value and its limit.
@@ -206,6 +209,7 @@ class SamplingParams:
     regex: str | None = None
     choice: Sequence[str] | None = None
     grammar: str | None = None
+    retention: Retention | None = None
     limits: SamplingLimits = field(default=DEFAULT_LIMITS, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -232,6 +236,8 @@ class SamplingParams:
             if getattr(self, name) is not None:
                 limit = self.limits.max_logprobs
                 self._set(name, _integer(name, getattr(self, name), 0, limit))
+        if not isinstance(self.retention, (Retention, type(None))):
+            raise RequestError(f"retention must be a Retention, got {self.retention!r}")
         for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(f"{name} must be true or false, got {getattr(self, name)!r}")

@@ -52,17 +52,24 @@ class Retaining(ABC):
         priority: int = 1,
         seconds: float | None = None,
         steps: int | None = None,
+        num_tokens: int | None = None,
+        weaken: bool = True,
     ) -> int:
         """Give a cached prefix's blocks up after all others of lower priority (1 to 4; blocks
-        without a hint have 0), for ``seconds`` or ``steps`` begun, whichever ends first. A later
-        hint replaces an earlier one. Returns how many blocks are kept. ConfigError for a priority
-        or a time out of range, or without the prefix cache. O(blocks)."""
+        without a hint have 0), for ``seconds`` or ``steps`` begun, whichever ends first; with
+        ``num_tokens`` only the whole blocks of so many. A later hint replaces an earlier one,
+        without ``weaken`` only a lower or shorter one. Returns how many blocks are kept.
+        ConfigError for a priority or a time out of range, or without the prefix cache. O(blocks).
+        """
         if not 1 <= priority <= PRIORITIES:
             raise ConfigError(f"priority is {priority}; hints have 1 to {PRIORITIES}")
         for name, value in (("seconds", seconds), ("steps", steps)):
             if value is not None and not value > 0:
                 raise ConfigError(f"{name} must be positive, got {value}")
-        blocks = self._cached_blocks(prefix)
+        blocks = self._cached_blocks(prefix, stop=num_tokens)
+        if len(blocks) and not weaken:
+            lasts = np.inf if seconds is None else seconds
+            blocks = blocks[~self._retaining().stronger(blocks, priority, lasts)]
         if len(blocks) == 0:
             return 0
         return self._retaining().keep(blocks, priority, seconds, steps, self._waiting(blocks))
@@ -77,11 +84,22 @@ class Retaining(ABC):
         self._settle()
         return had
 
-    def expire(self, prefix: TokenSequence | ArrayLike) -> int:
-        """A cached prefix is not needed again: its blocks are given up first. A prefix shared with
-        others loses them too, as a later request's cost, never its correctness. Returns how
-        many blocks that concerns."""
-        blocks = self._cached_blocks(prefix)
+    def expire(
+        self,
+        prefix: TokenSequence | ArrayLike,
+        *,
+        first_token: int = 0,
+        num_tokens: int | None = None,
+        weaken: bool = True,
+    ) -> int:
+        """A cached prefix, or the blocks that lie within its tokens ``first_token`` ..
+        ``num_tokens`` - 1, is not needed again: they are given up first. A prefix shared with
+        others loses them too, as a later request's cost, never its correctness; without ``weaken``
+        blocks that somebody uses or keeps are left alone. Returns how many blocks that concerns."""
+        blocks = self._cached_blocks(prefix, first_token, num_tokens)
+        if len(blocks) and not weaken:
+            kept = self._retaining().stronger(blocks, 0, 0.0)
+            blocks = blocks[~kept & (self.pool.ref[blocks] == 0)]
         if len(blocks) == 0:
             return 0
         return self._retaining().expire(blocks, self._waiting(blocks))
@@ -92,8 +110,11 @@ class Retaining(ABC):
         queue = self.pool.eviction
         return queue.kept if isinstance(queue, RetainingQueue) else 0
 
-    def _cached_blocks(self, prefix: TokenSequence | ArrayLike) -> BlockIds:
-        """Distinct blocks of the prefix, from its beginning on, in every group."""
+    def _cached_blocks(
+        self, prefix: TokenSequence | ArrayLike, start: int = 0, stop: int | None = None
+    ) -> BlockIds:
+        """Distinct blocks of the prefix, from its beginning on, in every group; only those that
+        lie within tokens ``start`` .. ``stop`` - 1."""
         if self.index is None:
             raise ConfigError("retention hints need the prefix cache, which is off")
         made = prefix if isinstance(prefix, TokenSequence) else self.sequence(prefix)
@@ -102,7 +123,9 @@ class Retaining(ABC):
             if group.caching:
                 ratio = group.block_size // self.hash_block_size
                 look = self.index.find_prefix if group.prefix_closed else self.index.find
-                found.append(look(keys[ratio - 1 :: ratio], group.group_id))
+                size = group.block_size
+                own = look(keys[ratio - 1 :: ratio], group.group_id)
+                found.append(own[-(-start // size) : None if stop is None else stop // size])
         blocks = np.concatenate(found)
         return blocks[blocks != 0]
 

@@ -52,6 +52,7 @@ class RetainingQueue:
         self._word = np.zeros(count, np.uint64)  # of the key the hint is for; 0 = no hint
         self._priority = np.zeros(count, np.uint8)
         self._ticket = np.zeros(count, np.int64)  # of the block's last hint
+        self._until = np.zeros(count)  # seconds on the clock at which a kept block's hint ends
         self._deadlines: tuple[Deadlines, Deadlines] = ([], [])  # heaps: seconds, steps
         self._tickets = 0
         self._hints = self._kept = 0
@@ -137,11 +138,21 @@ class RetainingQueue:
         self._hints += len(blocks)
         self._tickets += 1
         self._ticket[blocks] = self._tickets
+        self._until[blocks] = np.inf if seconds is None else self._now[0]() + seconds
         self._stand(idle, priority)
         for heap, now, lasts in zip(self._deadlines, self._now, (seconds, steps), strict=True):
-            if lasts is not None:
+            if lasts is not None and len(blocks):
                 heapq.heappush(heap, (now() + lasts, self._tickets, blocks))
+                self._shorten(heap)
         return len(blocks)
+
+    def stronger(self, blocks: BlockIds, priority: int, seconds: float) -> NDArray[np.bool_]:
+        """Which blocks are kept already at a higher priority, or at this one for longer."""
+        self.sweep()
+        kept = self._holds(blocks) & (self._priority[blocks] > 0)
+        own = self._priority[blocks]
+        longer = self._until[blocks] >= self._now[0]() + seconds
+        return kept & ((own > priority) | (own == priority) & longer)
 
     def loosen(self, blocks: BlockIds, waiting: BlockIds) -> int:
         """Take these blocks' hints away; they join the inner order as if released now."""
@@ -171,6 +182,14 @@ class RetainingQueue:
                 self.loosen(blocks, blocks[self._of[blocks] != PLAIN])
 
     # -- inside ---------------------------------------------------------------------------------
+
+    def _shorten(self, heap: Deadlines) -> None:
+        """Drop deadlines that later hints replaced, where they have become many: no more are kept
+        than twice the kept blocks. O(1) a hint, amortised."""
+        if len(heap) <= 2 * self._kept + 64:
+            return
+        heap[:] = [entry for entry in heap if (self._ticket[entry[2]] == entry[1]).any()]
+        heapq.heapify(heap)
 
     def _holds(self, blocks: BlockIds) -> NDArray[np.bool_]:
         """Which blocks carry a hint for the content they have now."""

@@ -188,7 +188,8 @@ def make_child(parent: Request, request_id: str, index: int) -> Request:
         max_tokens=parent.max_tokens, min_tokens=parent.min_tokens,
         eos_token_id=parent.eos_token_id, stop_token_ids=parent.stop_token_ids,
         ignore_eos=parent.ignore_eos, priority=parent.priority, salt=parent.salt,
-        adapter=parent.adapter, media=parent.media, drafts=parent.drafts, arrival=parent.arrival,
+        adapter=parent.adapter, media=parent.media, drafts=parent.drafts,
+        retention=parent.retention, arrival=parent.arrival,
         params=parent.params, parent=parent.request_id, index=index,
     )  # fmt: skip
     child.order, child.forked = parent.order, True

@@ -18,6 +18,7 @@ import numpy as np
 from blocktable.core.errors import RequestError
 from blocktable.core.types import TokenIds
 from blocktable.groups.swap import SwappedRow
+from blocktable.prefix.hints import Retention
 from blocktable.prefix.sequence import TokenSequence, as_token_ids
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -42,9 +43,10 @@ class Request:
     ``max_tokens`` limits each continuation; a token of ``stop_token_ids`` (or ``eos_token_id``
     unless ``ignore_eos``) ends it, but not before ``min_tokens`` were generated. Lower
     ``priority`` runs first under the priority policy. ``drafts`` False: it is never given draft
-    tokens. ``salt``, ``adapter`` and ``media`` enter
-    the prefix key as ``KVCacheManager.root_key`` says. ``arrival`` is in seconds of the
-    scheduler's clock; ``params`` is carried for the engine and never read here.
+    tokens. ``retention``: what its cached blocks are worth once it (or a continuation) has ended.
+    ``salt``, ``adapter`` and ``media`` enter the prefix key as ``KVCacheManager.sequence`` says.
+    ``arrival`` is in seconds of the scheduler's clock; ``params`` is carried for the engine and
+    never read here.
     Raises RequestError for an empty prompt, a token id outside int32, or a negative limit.
     """
 
@@ -61,6 +63,7 @@ class Request:
     adapter: Any = None
     media: Any = None
     drafts: bool = True
+    retention: Retention | None = None
     arrival: float = field(default_factory=time.monotonic)
     params: Any = None
 

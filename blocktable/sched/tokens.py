@@ -9,7 +9,10 @@ from numpy.typing import NDArray
 
 from blocktable.core.errors import RequestError
 from blocktable.core.types import Counts, RowIds, TokenIds
+from blocktable.prefix.hints import Retention
+from blocktable.prefix.sequence import TokenSequence
 from blocktable.sched.request import FinishReason, Request, RequestStatus
+from blocktable.sched.retention import leave_hint
 from blocktable.sched.state import SchedulerState
 
 
@@ -95,8 +98,11 @@ def end_rows(
     if not len(rows):
         return []
     ended: list[Request] = []
+    hints: list[tuple[Request, Retention, TokenSequence | None]] = []
     for request, reason in zip(state.requests[rows].tolist(), reasons, strict=True):
         state.save_tokens(request)
+        if request.retention is not None:
+            hints.append((request, request.retention, request.sequence))
         conclude(state, request, reason)
         ended.append(request)
     if unsure and state.in_flight:
@@ -105,6 +111,8 @@ def end_rows(
     else:
         state.manager.release(rows)
     state.leave(rows)
+    for request, hint, sequence in hints:
+        leave_hint(state.manager, request, hint, sequence)
     return ended
 
 
