@@ -118,7 +118,9 @@ class KVCacheManager(RowSharing, Retaining):
             self.pool.on_evict = self.book.forget
         self.pool.eviction = make_policy(eviction, self.pool, self.index)
         self._invalidations = 0
-        self.growth = Growth(self.pool, self.groups, self.book, self.num_tokens, self.num_computed)
+        self.growth = Growth(
+            self.pool, self.groups, self.book, self.num_tokens, self.num_computed, max_model_len
+        )
         self._native = self._attach_native(sink)
         self.admission = Admission(self.pool, self.groups, self.growth, self.book)
 
@@ -245,28 +247,29 @@ class KVCacheManager(RowSharing, Retaining):
                 return len(rows)
         computed = self.num_computed[rows]
         total = computed + num_new_tokens
-        limit = np.minimum(total + lookahead, self.max_model_len)
-        if total.size and total.max() > self.max_model_len:
-            at = int(np.argmax(total))
-            raise RowError(
-                f"row {rows[at]} would have {total[at]} tokens, above {self.max_model_len}"
-            )
-        demand = self.growth.demand(rows, computed, limit)
-        if demand.blocks > self.pool.available:
-            return self.growth.grow_scarce(rows, computed, total, limit, partial)
-        self.growth.grow(rows, computed, total, limit, demand)
-        return len(rows)
+        reach = total if type(lookahead) is int and lookahead == 0 else total + lookahead
+        at = (reach >= self.growth.due[rows]).nonzero()[0]
+        served = len(at)
+        if served:
+            served = self.growth.serve(rows[at], computed[at], total[at], reach[at], partial)
+        if served == len(at):
+            self.num_computed[rows] = total
+            return len(rows)
+        done = int(at[served])
+        self.num_computed[rows[:done]] = total[:done]
+        return done
 
     def append_tokens(self, rows: RowIds, token_ids: ArrayLike) -> None:
         """One sampled token for each row. RowError when a row is at max_model_len."""
         if self._native is not None and self._native.append(rows, token_ids):
             return
         at = self.num_tokens[rows]
-        if at.size and at.max() >= self.max_model_len:
+        try:  # NumPy looks at every index before it writes
+            self.tokens[rows, at] = token_ids
+        except IndexError:
             raise RowError(
                 f"row {rows[int(np.argmax(at))]} already has {self.max_model_len} tokens"
-            )
-        self.tokens[rows, at] = token_ids
+            ) from None
         self.num_tokens[rows] = at + 1
 
     def append_token_lists(self, rows: RowIds, counts: ArrayLike, token_ids: ArrayLike) -> None:

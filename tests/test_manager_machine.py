@@ -19,10 +19,13 @@ from blocktable.core.specs import (
     SinkWindowSpec,
     SlidingWindowSpec,
 )
+from blocktable.groups import growth as growth_module
 from blocktable.manager import KVCacheManager
+from blocktable.prefix import index as index_module
 from tests.manager_model import Full, Model, Window
 
 ROWS, MAX_LEN = 6, 40
+FEW = growth_module.FEW, index_module.FEW
 
 
 def spec_for(size: int, window: Window, static: int) -> KVCacheSpec:
@@ -44,10 +47,13 @@ class ManagerMachine(RuleBasedStateMachine):
             [[None], [None], [5], [None, 6], [None, 3, 9], [(5, 3)], [None, (6, 1), 4]]
         ),
         static=st.sampled_from([0, 0, 1]),
+        few=st.sampled_from([0, 2, 16]),
+        compiled=st.booleans(),
         caching=st.sampled_from([True, True, True, False]),
         algo=st.sampled_from(["sha256", "blake3", "xxh3_128"]),
     )
-    def start(self, size, blocks, windows, static, caching, algo):
+    def start(self, size, blocks, windows, static, few, compiled, caching, algo):
+        growth_module.FEW = index_module.FEW = few
         groups = [KVCacheGroupSpec((), spec_for(size, w, static)) for w in windows]
         static = sum(group.kv_cache_spec.static_blocks for group in groups)
         self.size, self.windows = size, windows
@@ -56,9 +62,16 @@ class ManagerMachine(RuleBasedStateMachine):
             max_num_batched_tokens=8, enable_caching=caching, hash_algo=algo, seed=1,
             host_blocks=20,
         )  # fmt: skip
+        if not compiled:
+            self.manager._native = self.manager.pool.native = None
+            if self.manager.index is not None:
+                self.manager.index.native = None
         self.model = Model(blocks - static, size, windows, MAX_LEN, 8, caching)
         self.swapped: list = []
         self.copies = 0
+
+    def teardown(self):
+        growth_module.FEW, index_module.FEW = FEW
 
     # -- helpers
     def pick(self, data, count=1):

@@ -104,6 +104,8 @@ class LRUQueue:
 
     def pop(self, count: int) -> BlockIds:
         """The ``count`` oldest; O(count + stale entries passed)."""
+        if count == 1:
+            return self._pop_one()
         parts: list[BlockIds] = []
         missing = count
         while missing:
@@ -122,6 +124,15 @@ class LRUQueue:
         taken = parts[0] if len(parts) == 1 else np.concatenate([*parts, np.zeros(0, np.int32)])
         self.remove(taken)
         return taken
+
+    def _pop_one(self) -> BlockIds:
+        if not self.state[LIVE]:
+            raise BlockStateError("1 block more was to be evicted than are queued")
+        block = self.peek()
+        self.state[HEAD] += 1
+        self.place[block] = GONE
+        self.state[LIVE] -= 1
+        return np.array([block], np.int32)
 
     def _live(self, head: int, stop: int) -> tuple[BlockIds, NDArray[np.int64]]:
         size = len(self.ring)

@@ -84,6 +84,9 @@ def _rows(manager: Any) -> Iterator[str]:
         if not np.array_equal(group.capacity, want):
             yield f"{name}: capacity is not that of the entries"
         column = np.arange(table.max_blocks_per_row)
+        due = group.due_at(np.arange(len(used)))
+        if (used & (group.due > np.minimum(due, group.max_model_len + 1))).any():
+            yield f"{name}: a row that will need something is not looked at in time"
         before = (column >= group.kept_head) & (column < group.skipped[:, None])
         if table.rows[before].any():
             yield f"{name}: skipped entries are not null"

@@ -93,6 +93,7 @@ class HostTable:
         self._log = np.zeros(4 * max_rows + 16, np.int32)  # rows changed, repeats allowed
         self._log_n = np.zeros(1, np.int64)
         self._stamp = np.zeros(max_rows, np.int32)  # scratch
+        self._order = np.arange(len(self._log), dtype=np.int32)
         self._rearranged = False  # something else than appending since the last drain
 
     # -- checks ---------------------------------------------------------------------------------
@@ -130,7 +131,7 @@ class HostTable:
     def append_one(self, rows: RowIds, block_ids: BlockIds) -> None:
         """Append ``block_ids[i]`` to ``rows[i]``; the hot path of a decode step."""
         count = self.counts[rows]
-        if count.size and count.max() >= self.max_blocks_per_row:
+        if np.count_nonzero(count >= self.max_blocks_per_row):
             raise self._overflow(rows, count + 1)
         self.flat[rows.astype(np.int64) * self.max_blocks_per_row + count] = block_ids
         after = count + 1
@@ -138,6 +139,25 @@ class HostTable:
         self._lo[rows] = np.minimum(self._lo[rows], count)
         self._hi[rows] = np.maximum(self._hi[rows], after)
         self._touch(rows)
+
+    def append_run(self, row: int, block_ids: BlockIds) -> None:
+        """Append ``block_ids`` to one row; for a handful of rows this beats the arrays."""
+        start = int(self.counts[row])
+        stop = start + len(block_ids)
+        if stop > self.max_blocks_per_row:
+            raise self._overflow(np.array([row]), np.array([stop]))
+        self.rows[row, start:stop] = block_ids
+        self.counts[row] = stop
+        if start < self._lo[row]:
+            self._lo[row] = start
+        if stop > self._hi[row]:
+            self._hi[row] = stop
+        n = int(self._log_n[0])
+        if n == len(self._log):
+            self._touch(np.array([row]))
+        else:
+            self._log[n] = row
+            self._log_n[0] = n + 1
 
     def append(self, rows: ArrayLike, num_blocks: ArrayLike, block_ids: ArrayLike) -> None:
         """Append to each of ``rows`` its share of ``block_ids``: the first ``num_blocks[0]`` go
@@ -325,10 +345,10 @@ class HostTable:
         self._log_n[0] = 0
         rows = self._log[:n].copy()
         if n > 1:
-            order = np.arange(n, dtype=np.int32)
+            order = self._order[:n]
             self._stamp[rows] = order
             last = self._stamp[rows] == order
-            if not last.all():
+            if np.count_nonzero(last) < n:
                 rows = rows[last]
         lo, hi = self._lo[rows], self._hi[rows]
         self._lo[rows] = _BIG

@@ -41,6 +41,9 @@ class SlidingWindowGroup(Group):
     def skipped_for(self, computed: Ints) -> Ints:
         return np.maximum(computed - (self.window - 1), 0) // self.block_size
 
+    def skip_due(self, skipped: Ints) -> Ints:
+        return (skipped + 1) * self.block_size + self.window - 1
+
     def admission_cap(self, tokens: int) -> int:
         step = min(self.window - 1 + self.max_step_tokens, self.max_model_len)
         return min(ceil_div(tokens, self.block_size), ceil_div(step, self.block_size) + 1)
@@ -100,6 +103,9 @@ class ChunkedLocalGroup(Group):
 
     def skipped_for(self, computed: Ints) -> Ints:
         return computed // self.chunk * self.chunk // self.block_size
+
+    def skip_due(self, skipped: Ints) -> Ints:
+        return -((skipped + 1) * -self.block_size // self.chunk) * self.chunk
 
     def admission_cap(self, tokens: int) -> int:
         step = min(self.chunk + self.max_step_tokens, self.max_model_len)

@@ -8,6 +8,9 @@ decode step ("does this row need a block, does it complete one?") is a compariso
 - ``key_due``: tokens at which the next key is due, (keyed + 1) * block_size;
 - ``skipped``: leading blocks given up because no later token attends to them (null in place),
   except for the first ``kept_head``.
+
+A fifth, ``due``, is common to all groups: up to that many tokens less one a row needs nothing at
+all. It may be too low, never too high; whoever lowers one of the others sets it to 0.
 """
 
 from __future__ import annotations
@@ -52,6 +55,7 @@ class Group:
         self.key_due = np.full(max_rows, self.block_size if self.caching else NEVER, np.int32)
         self.skipped = np.zeros(max_rows, np.int32)
         self.keys_stopped = np.zeros(max_rows, np.bool_)  # weights changed under the row
+        self.due = np.zeros(max_rows, np.int32)
         self.static_blocks = np.zeros(0, np.int32)  # of the pool, behind no row (attention sinks)
 
     # -- what a kind defines --------------------------------------------------------------------
@@ -71,6 +75,20 @@ class Group:
     def skipped_for(self, computed: Ints) -> Ints:
         """Leading blocks no token after the first ``computed`` ones attends to."""
         return np.zeros_like(computed)
+
+    def skip_due(self, skipped: Ints) -> Ints:
+        """Computed tokens from which on more than ``skipped`` blocks are given up."""
+        return np.full_like(skipped, NEVER)
+
+    def due_at(self, rows: Ints) -> Ints:
+        """Tokens at which the rows need a block, complete a key or give a block up."""
+        due = np.minimum(self.capacity[rows], NEVER - 1) + 1
+        if self.caching:
+            due = np.minimum(due, self.key_due[rows])
+        if self.skips:
+            skipped = np.maximum(self.skipped[rows], self.kept_head)
+            due = np.minimum(due, self.skip_due(skipped))
+        return due
 
     def skipped_in(self, entries: BlockIds) -> int:
         """``skipped`` of a row that has these entries, from a hit or from host memory."""
@@ -103,6 +121,7 @@ class Group:
 
     def sync(self, rows: Ints) -> None:
         """Recompute capacity and key_due of rows whose counts or keys changed."""
+        self.due[rows] = 0
         self.capacity[rows] = np.minimum(self.capacity_of(self.table.counts[rows]), NEVER)
         if self.caching:
             due = (self.keyed[rows] + 1) * self.block_size

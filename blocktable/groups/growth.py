@@ -7,60 +7,16 @@ blocks are taken, then keys are given.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 from numpy.typing import NDArray
 
-from blocktable.core.errors import OutOfBlocks
+from blocktable.core.errors import OutOfBlocks, RowError
 from blocktable.core.pool import BlockPool
-from blocktable.core.types import BlockIds, Counts
+from blocktable.core.types import BlockIds
 from blocktable.groups.base import Group, Ints
+from blocktable.groups.demand import Copies, Demand, Need, TailCopy
+from blocktable.groups.few import FEW, grow_few
 from blocktable.groups.keybook import KeyBook, spread
-
-
-class Copies(NamedTuple):
-    """Block copies the device must do before the step's writes: dst[i] takes src[i], for the
-    layers of group[i]."""
-
-    group: Counts
-    src: BlockIds
-    dst: BlockIds
-
-
-class Need(NamedTuple):
-    """What one group must add: ``entries[i]`` row entries for rows[at[i]], the last
-    ``blocks[i]`` of them real."""
-
-    group: Group
-    at: NDArray[np.intp]
-    entries: Ints
-    blocks: Ints
-
-
-class TailCopy(NamedTuple):
-    """Copy-on-write in one group: rows[at[i]] writes into column[i] and needs its own block."""
-
-    group: Group
-    at: NDArray[np.intp]
-    column: Ints
-
-
-class Demand(NamedTuple):
-    """All that a call needs; ``blocks`` in total."""
-
-    needs: list[Need]
-    copies: list[TailCopy]
-    blocks: int
-
-    def per_row(self, num_rows: int) -> NDArray[np.int64]:
-        """Blocks needed by each row of the call."""
-        total = np.zeros(num_rows, np.int64)
-        for need in self.needs:
-            total[need.at] += need.blocks
-        for copy in self.copies:
-            total[copy.at] += 1
-        return total
 
 
 class Growth:
@@ -69,17 +25,37 @@ class Growth:
 
     def __init__(
         self, pool: BlockPool, groups: tuple[Group, ...], book: KeyBook | None,
-        num_tokens: Ints, num_computed: Ints,
+        num_tokens: Ints, num_computed: Ints, max_len: int,
     ) -> None:  # fmt: skip
+        self.max_len = max_len
         self.pool, self.groups, self.book = pool, groups, book
         self.num_tokens, self.num_computed = num_tokens, num_computed
         self.skipping = tuple(g for g in groups if g.skips)
         self.keyed_groups = tuple(g for g in groups if g.caching) if book is not None else ()
+        self.due = np.zeros(len(num_tokens), np.int32)  # see groups/base.py
+        for group in groups:
+            group.due = self.due
         self.shares_tail = np.zeros(len(num_tokens), np.bool_)
         self.num_sharing = 0
         self.copies: list[Copies] = []
 
     # -- the whole step -------------------------------------------------------------------------
+
+    def serve(self, rows: Ints, computed: Ints, total: Ints, reach: Ints, partial: bool) -> int:
+        """Bring rows that need something from ``computed`` to ``total`` tokens, with room for
+        ``reach``. Returns how many leading rows were served, all of them without ``partial``;
+        OutOfBlocks, RowError."""
+        if np.count_nonzero(total > self.max_len):
+            at = int(np.argmax(total))
+            raise RowError(f"row {rows[at]} would have {total[at]} tokens, above {self.max_len}")
+        limit = np.minimum(reach, self.max_len)
+        if len(rows) <= FEW and grow_few(self, rows, computed, total, limit):
+            return len(rows)
+        demand = self.demand(rows, computed, limit)
+        if demand.blocks > self.pool.available:
+            return self.grow_scarce(rows, computed, total, limit, partial)
+        self.grow(rows, computed, total, limit, demand)
+        return len(rows)
 
     def grow(self, rows: Ints, computed: Ints, total: Ints, limit: Ints, demand: Demand) -> None:
         """Bring the rows from ``computed`` to ``total`` tokens with room for ``limit``. The
@@ -92,6 +68,14 @@ class Growth:
             self.settle_tails(rows, computed)
         self.num_computed[rows] = total
         self.give_keys(rows, total, self.num_tokens[rows])
+        self.due[rows] = self.due_at(rows)
+
+    def due_at(self, rows: Ints) -> Ints:
+        """``due`` of the rows, of all groups."""
+        due = self.groups[0].due_at(rows)
+        for group in self.groups[1:]:
+            due = np.minimum(due, group.due_at(rows))
+        return np.minimum(due, self.max_len + 1)
 
     def grow_scarce(
         self, rows: Ints, computed: Ints, total: Ints, limit: Ints, partial: bool
@@ -138,14 +122,13 @@ class Growth:
         """What the rows need to hold ``limit`` tokens. No side effects."""
         needs, total = [], 0
         for group in self.groups:
-            short = limit > group.capacity[rows]
-            if not short.any():
+            at = (limit > group.capacity[rows]).nonzero()[0]
+            if len(at) == 0:
                 continue
-            at = np.flatnonzero(short)
             entries = group.entries_for(limit[at]) - group.table.counts[rows[at]]
             blocks = group.blocks_among(entries)
-            needs.append(Need(group, at, entries, blocks))
-            total += int(blocks.sum())
+            needs.append(Need(group, at, entries, blocks, int(blocks.sum())))
+            total += needs[-1].count
         copies: list[TailCopy] = []
         if self.num_sharing:
             copies = self._tail_copies(rows, computed)
@@ -220,9 +203,8 @@ class Growth:
             used += len(copy.at)
             self._copy_tail(copy, rows[copy.at], fresh)
         for need in demand.needs:
-            count = int(need.blocks.sum())
-            self._extend(need, rows[need.at], ids[used : used + count])
-            used += count
+            self._extend(need, rows[need.at], ids[used : used + need.count])
+            used += need.count
 
     def _copy_tail(self, copy: TailCopy, rows: Ints, fresh: BlockIds) -> None:
         table = copy.group.table
@@ -264,6 +246,7 @@ class Growth:
     def share_tails(self, rows: Ints) -> None:
         """The rows' last blocks may be shared or keyed from now on."""
         self.shares_tail[rows] = True
+        self.due[rows] = 0
         self.num_sharing = int(np.count_nonzero(self.shares_tail))
 
     # -- shrinking and sharing ------------------------------------------------------------------
@@ -377,9 +360,8 @@ class Growth:
         for group in self.keyed_groups:
             if group.deferred_keys:
                 continue
-            due = known >= group.key_due[rows]
-            if due.any():
-                at = np.flatnonzero(due)
+            at = (known >= group.key_due[rows]).nonzero()[0]
+            if len(at):
                 self.book.give(group, rows[at], known[at] // group.block_size)
 
     def give_deferred_keys(self, rows: Ints, computed: Ints) -> None:

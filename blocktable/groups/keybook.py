@@ -104,9 +104,9 @@ class KeyBook:
         group.key_due[rows] = (upto + 1) * group.block_size
         blocks = group.table.rows[owner, column]
         real = (blocks != 0) & ~self.pool.keyed[blocks]  # forks share blocks: keyed once
-        if (self.pool.ref[blocks] > 1).any():
+        if np.count_nonzero(self.pool.ref[blocks] > 1):
             real &= np.isin(np.arange(len(blocks)), np.unique(blocks, return_index=True)[1])
-        if not real.all():
+        if np.count_nonzero(real) < len(real):
             owner, column, blocks = owner[real], column[real], blocks[real]
         if blocks.size == 0:
             return
@@ -117,6 +117,21 @@ class KeyBook:
         self.counters[STORED] += len(blocks)
         if self.sink is not None:
             self._report(self.sink, group, owner, column, blocks, keys)
+
+    def give_row(self, group: Group, row: int, upto: int) -> None:
+        """`give` for one row."""
+        start, rows = int(group.keyed[row]), self.rows
+        plain = group.block_size == rows.block_size and self.sink is None
+        if upto - start != 1 or not plain or not rows.hash_row_upto(row, upto):
+            self.give(group, np.array([row]), np.array([upto]))
+            return
+        group.keyed[row] = upto
+        group.key_due[row] = (upto + 1) * group.block_size
+        block = int(group.table.rows[row, start])
+        if block and not self.pool.keyed[block]:
+            self.index.insert_one(block, rows.keys[row, start], group.group_id)
+            self.pool.keyed[block] = True
+            self.counters[STORED] += 1
 
     def _report(
         self, sink: CacheSink, group: Group, owner: Ints, column: Ints, blocks: BlockIds,
@@ -159,6 +174,7 @@ class KeyBook:
         blocks = group.table.rows[owner, column]
         group.keyed[rows] = keep
         group.key_due[rows] = (keep + 1) * group.block_size
+        group.due[rows] = 0
         blocks = np.unique(blocks[self.pool.keyed[blocks]])
         self.drop(blocks)
         return blocks[self.pool.ref[blocks] > 1]

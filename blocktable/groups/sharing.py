@@ -77,6 +77,7 @@ class RowSharing(ABC):
             array[dst] = array[src]
         for array in arrays[:3]:
             array[gone] = 0
+        self.growth.due[dst] = 0
         for group in self.groups:
             group.clear(gone)
         if self.row_keys is not None:

@@ -47,6 +47,9 @@ class StateGroup(Group):
     def skipped_for(self, computed: Ints) -> Ints:
         return np.maximum(computed - 1, 0) // self.block_size
 
+    def skip_due(self, skipped: Ints) -> Ints:
+        return (skipped + 1) * self.block_size + 1
+
     def admission_cap(self, tokens: int) -> int:
         every = super().admission_cap(tokens)
         return min(every, 2) if self.aligned else every

@@ -33,8 +33,8 @@ class RowKeys:
         self.hashers: list[Any] = [None] * max_rows
         self._has_media = np.zeros(max_rows, np.bool_)
         self.num_media = 0  # rows with media: their keys need Python
-        self._within = np.arange(block_size)
-        self._chunk_type = f"V{4 * block_size}"
+        whole = tokens[:, : max_len // block_size * block_size]
+        self._chunks = whole.view(f"V{4 * block_size}")  # [max_rows, max_blocks], the same memory
 
     def load(self, row: int, sequence: TokenSequence) -> None:
         """The row's request is this one: take over what was hashed."""
@@ -59,31 +59,40 @@ class RowKeys:
         digest for each block that is new, and nothing else in Python."""
         start = self.num_hashed[rows]
         behind = num_blocks - start
-        if not behind.any() or behind.max() <= 0:
+        late = (behind > 0).nonzero()[0]
+        if len(late) == 0:
             return
-        if behind.max() == 1 and not self._has_media[rows].any():
-            late = behind == 1
-            if late.all():
-                self._hash_next(rows, start)
-            else:
-                self._hash_next(rows[late], start[late])
+        if len(late) < len(rows):
+            rows, start, behind, num_blocks = (
+                rows[late],
+                start[late],
+                behind[late],
+                num_blocks[late],
+            )
+        if behind.max() == 1 and not (self.num_media and self._has_media[rows].any()):
+            self._hash_next(rows, start)
             return
         for row, first, last in zip(
             rows.tolist(), start.tolist(), num_blocks.tolist(), strict=True
         ):
-            if last > first:
-                self._hash_row(row, first, last)
+            self._hash_row(row, first, last)
+
+    def hash_row_upto(self, row: int, num_blocks: int) -> bool:
+        """`hash_upto` for one row that lacks one key at most; False: it lacks more or has media."""
+        start = int(self.num_hashed[row])
+        if num_blocks <= start:
+            return True
+        if num_blocks - start > 1 or self._has_media[row]:
+            return False
+        hasher = self.hashers[row]
+        hasher.update(self._chunks[row, start].tobytes())
+        self.keys[row, start] = np.frombuffer(hasher.digest(), np.uint8)
+        self.num_hashed[row] = num_blocks
+        return True
 
     def _hash_next(self, rows: RowIds, start: Counts) -> None:
         """One more block of each row."""
-        if len(rows) == 1:
-            row, first = int(rows[0]), int(start[0]) * self.block_size
-            hasher = self.hashers[row]
-            hasher.update(self.tokens[row, first : first + self.block_size].tobytes())
-            joined = hasher.digest()
-        else:
-            chunks = self.tokens[rows[:, None], start[:, None] * self.block_size + self._within]
-            joined = b"".join(self._digests(rows, chunks.view(self._chunk_type).ravel().tolist()))
+        joined = b"".join(self._digests(rows, self._chunks[rows, start].tolist()))
         keys = np.frombuffer(joined, np.uint8).reshape(len(rows), -1)
         self.flat[rows.astype(np.int64) * self.max_blocks + start] = keys
         self.num_hashed[rows] = start + 1

@@ -55,7 +55,12 @@ def arrays(manager: KVCacheManager) -> dict[str, np.ndarray]:
 @built
 @pytest.mark.parametrize("caching", [True, False])
 @pytest.mark.parametrize("sizes", [[4], [1], [5], [2, 4], [3, 2]])
-def test_same_arrays_after_any_traffic(sizes: list[int], caching: bool, monkeypatch) -> None:
+@pytest.mark.parametrize("few", [0, 4, 16])  # rows that NumPy's side takes one after another
+def test_same_arrays_after_any_traffic(
+    sizes: list[int], caching: bool, few: int, monkeypatch
+) -> None:
+    monkeypatch.setattr("blocktable.groups.growth.FEW", few)
+    monkeypatch.setattr("blocktable.prefix.index.FEW", few)
     both = [make(sizes, caching, compiled, monkeypatch) for compiled in (True, False)]
     rng = np.random.default_rng(sum(sizes))
     for step in range(400):

@@ -7,8 +7,12 @@ from blocktable.prefix.index import PrefixIndex
 
 
 @pytest.mark.parametrize("width", [16, 32])
+@pytest.mark.parametrize("few", [0, 3, 1000])
 @pytest.mark.parametrize(("blocks", "distinct"), [(5, 2), (40, 20), (600, 200), (600, 5)])
-def test_against_a_dictionary(blocks: int, distinct: int, width: int) -> None:
+def test_against_a_dictionary(
+    blocks: int, distinct: int, width: int, few: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("blocktable.prefix.index.FEW", few)
     rng = np.random.default_rng(blocks + distinct)
     index = PrefixIndex(blocks, width)
     keys = rng.integers(0, 256, (distinct, width), dtype=np.uint8)
@@ -46,6 +50,14 @@ def test_storing_twice_and_removing_twice_leaves_one_copy_each() -> None:  # cas
     assert index.find(keys).tolist() == [1, 2, 6]
     index.remove(np.array([6], np.int32))
     assert index.find(keys).tolist() == [1, 2, 0]
+
+
+def test_a_block_without_a_key_cannot_be_taken_out() -> None:
+    index, keys = PrefixIndex(10, 32), np.eye(3, 32, dtype=np.uint8)
+    index.insert(np.array([1], np.int32), keys[:1])
+    with pytest.raises(KeyError, match="block 2 carries no key"):
+        index.remove(np.array([2], np.int32))
+    assert index.find(keys).tolist() == [1, 0, 0] and len(index) == 1
 
 
 def test_one_batch_may_hold_one_key_many_times() -> None:
