@@ -176,7 +176,7 @@ def test_forced_by_name(monkeypatch: pytest.MonkeyPatch, file: DecisionFile) -> 
 @pytest.mark.parametrize(
     ("wanted", "change", "text"),
     [("flashinfer", {}, "FlashInfer is not installed"),
-     ("flash_attn", {"has_sinks": True}, "4/2 heads, size 64.*attention sinks"),
+     ("flash_attn", {"has_sinks": True}, "serve layers .4/2 heads, size 64.*attention sinks"),
      ("cuda", {}, "'cuda'; it may be auto, triton, flashinfer, flash_attn")],
 )  # fmt: skip
 def test_forced_and_not_possible(

@@ -63,11 +63,11 @@ Measure = Callable[[LayerKind, torch.device, Sequence[str]], dict[str, Trial]]
 
 
 def choose(
-    wanted: str, kind: LayerKind, device: torch.device, *,
+    wanted: str, kind: LayerKind, device: torch.device, *, layer: str = "layers",
     decisions: DecisionFile | None = None, measure: Measure | None = None,
 ) -> Choice:  # fmt: skip
-    """What serves layers of ``kind``. Raises ConfigError for a library that is asked for by name
-    and is not installed, not able, or gives other results than ours."""
+    """What serves layers of ``kind``; ``layer`` names one of them. Raises ConfigError for a library
+    that is asked for by name and is not installed, not able, or gives other results than ours."""
     if wanted not in BACKENDS:
         raise ConfigError(f"attention_backend is {wanted!r}; it may be {', '.join(BACKENDS)}")
     if wanted == OURS:
@@ -75,7 +75,7 @@ def choose(
     names = list(ADAPTERS) if wanted == "auto" else [wanted]
     reasons = {name: ADAPTERS[name].reason_against(kind, device) for name in names}
     if wanted != "auto" and reasons[wanted] is not None:
-        raise _refusal(wanted, kind, reasons[wanted])
+        raise _refusal(wanted, layer, kind, reasons[wanted])
     able = [name for name in names if reasons[name] is None]
     if not able:
         return Choice()
@@ -83,7 +83,7 @@ def choose(
     trials = _tried(kind, device, able, known, measure or try_out, forced=wanted != "auto")
     if wanted != "auto":
         if trials[wanted].fault is not None:
-            raise _refusal(wanted, kind, trials[wanted].fault)
+            raise _refusal(wanted, layer, kind, trials[wanted].fault)
         return Choice(*[wanted] * len(STEPS))
     return best(trials)
 
@@ -142,8 +142,8 @@ def _key(name: str, kind: LayerKind, device: torch.device) -> str:
     return f"{name} | {library} | {others} | torch {torch.__version__} | {gpu} | {kind.key}"
 
 
-def _refusal(name: str, kind: LayerKind, reason: str | None) -> ConfigError:
-    return ConfigError(f"attention_backend {name!r} cannot serve layers of {kind}: {reason}")
+def _refusal(name: str, layer: str, kind: LayerKind, reason: str | None) -> ConfigError:
+    return ConfigError(f"attention_backend {name!r} cannot serve {layer} ({kind}): {reason}")
 
 
 def try_out(kind: LayerKind, device: torch.device, names: Sequence[str]) -> dict[str, Trial]:

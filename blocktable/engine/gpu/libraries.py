@@ -170,10 +170,9 @@ def with_libraries(
                                   f"layers ({_named(kinds)}): {reason}")  # fmt: skip
             made.append(planner)
             continue
-        choice = choose(wanted, next(iter(kinds)), table.device.device)
-        made.append(
-            _chosen(planner, choice, next(iter(kinds)), table, max_rows, shared, wanted != "auto")
-        )
+        kind, layer = next(iter(kinds.items()))
+        choice = choose(wanted, kind, table.device.device, layer=layer)
+        made.append(_chosen(planner, choice, kind, table, max_rows, shared, wanted != "auto"))
     return made
 
 
