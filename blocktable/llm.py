@@ -206,13 +206,16 @@ class LLM:
 def _parallel_engine(
     model: Any, options: EngineOptions, tokenizer: Any, allow_download: bool
 ) -> Engine:
-    from blocktable.publishing import build_publishing_engine
     from blocktable.ranks.engine import build_parallel_engine
 
     build = partial(
         build_parallel_engine, model, options, tokenizer=tokenizer, allow_download=allow_download
     )
-    return build() if options.kv_events is None else build_publishing_engine(options, build)
+    if options.kv_events is None:
+        return build()
+    from blocktable.publishing import build_publishing_engine
+
+    return build_publishing_engine(options, build)
 
 
 Params: TypeAlias = "SamplingParams | Sequence[SamplingParams] | None"
