@@ -53,6 +53,7 @@ def generate(
     draft_tokens: opt.DraftTokens = None,
     dtype: opt.DType = "auto",
     device: opt.Device = None,
+    attention_backend: opt.AttentionBackend = None,
 ) -> None:
     """Answer many prompts at once and show what the block pool did."""
     from blocktable.cli.generate import generate as run
@@ -68,6 +69,7 @@ def generate(
         max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens,
         enable_prefix_caching=prefix_caching, enable_chunked_prefill=chunked_prefill,
         num_draft_tokens=draft_tokens, dtype=dtype, device=device,
+        attention_backend=attention_backend,
     )  # fmt: skip
     run(model, prompts, prompt or [], system, raw, params, engine, json_out)
 
@@ -138,6 +140,7 @@ def serve(
     chunked_prefill: opt.ChunkedPrefill = True,
     dtype: opt.DType = "auto",
     device: opt.Device = None,
+    attention_backend: opt.AttentionBackend = None,
 ) -> None:
     """Serve a model to OpenAI clients, with the inspector at /inspect."""
     from blocktable.serve.config import ServerConfig
@@ -151,7 +154,8 @@ def serve(
         block_size=block_size, num_blocks=num_blocks, max_model_len=max_model_len,
         max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens,
         enable_prefix_caching=prefix_caching, enable_chunked_prefill=chunked_prefill,
-        dtype=dtype, device=device, tensor_parallel_size=tensor_parallel_size,
+        dtype=dtype, device=device, attention_backend=attention_backend,
+        tensor_parallel_size=tensor_parallel_size,
         context_parallel_size=context_parallel_size,
         context_parallel_interleave=context_parallel_interleave,
     )  # fmt: skip

@@ -52,6 +52,13 @@ DraftTokens = Annotated[
 DType = Annotated[
     str, typer.Option(help="auto, float32, bfloat16 or float16.", rich_help_panel=_ENGINE)
 ]
+AttentionBackend = Annotated[
+    str | None,
+    typer.Option(
+        help="On a GPU: auto (measured), triton (ours), flashinfer or flash_attn.",
+        rich_help_panel=_ENGINE,
+    ),
+]
 Device = Annotated[str | None, typer.Option(help="cpu or cuda[:n].", rich_help_panel=_ENGINE)]
 
 
