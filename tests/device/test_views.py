@@ -46,7 +46,16 @@ def test_neighbouring_rows_are_not_copied(device: torch.device) -> None:
 def test_csr_and_tokens_agree_with_loops(page: int) -> None:
     rng = np.random.default_rng(page)
     rows = rng.integers(1, 1000, (9, 7)).astype(np.int32)
-    lens = np.array([0, 1, page, page + 1, page * 7, page * 7 - 1, 0, 2 * page - 1, 2 * page])
+    even = np.array([0, 1, page, page + 1, page * 7, page * 7 - 1, 0, 2 * page - 1, 2 * page])
+    one_long = np.array([1, 0, 0, page * 7, 0, 0, 1, 0, 0])
+    for lens in (even, one_long, even[:0]):
+        check_views(rows[: len(lens)], lens, page)
+    for build in (csr_view, token_view):
+        with pytest.raises(ValueError, match=r"8 pages.*7"):
+            build(rows[:1], np.array([7 * page + 1]), page)
+
+
+def check_views(rows: np.ndarray, lens: np.ndarray, page: int) -> None:
     csr, (indptr, slots) = csr_view(rows, lens, page), token_view(rows, lens, page)
     assert csr.indptr.dtype == csr.indices.dtype == csr.last_page_len.dtype == np.int32
     for i, length in enumerate(lens.tolist()):
@@ -55,9 +64,6 @@ def test_csr_and_tokens_agree_with_loops(page: int) -> None:
         assert csr.last_page_len[i] == (length - (pages - 1) * page if pages else 0)
         want = [int(rows[i, p // page]) * page + p % page for p in range(length)]
         assert slots[indptr[i] : indptr[i + 1]].tolist() == want
-    for build in (csr_view, token_view):
-        with pytest.raises(ValueError, match=r"8 pages.*7"):
-            build(rows[:1], np.array([7 * page + 1]), page)
 
 
 def test_dlpack_shares_the_memory(device: torch.device) -> None:
