@@ -34,6 +34,15 @@ def extensions() -> list[Extension]:
                 optional=True,
             )
         )
+    if Path("blocktable/parallel/_bits.c").exists():
+        found.append(
+            Extension(
+                "blocktable.parallel._bits",
+                ["blocktable/parallel/_bits.c"],
+                extra_compile_args=COMMON,
+                optional=True,
+            )
+        )
     if Path("blocktable/attention/cpu/_kernels.cpp").exists():
         found.append(
             Extension(

@@ -210,7 +210,7 @@ def measure(ranks: int, folder: Path, options: argparse.Namespace) -> dict[str, 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--shape", default="qwen3-0.6b", choices=SHAPES)

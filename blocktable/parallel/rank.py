@@ -16,6 +16,7 @@ from blocktable.core.errors import OutOfBlocks, RankError, RowError
 from blocktable.core.specs import KVCacheConfig
 from blocktable.core.table import HostTable
 from blocktable.core.types import BlockIds, Counts, RowIds
+from blocktable.parallel.bounds import check_bounds
 from blocktable.parallel.mirror import MirrorTable, combined_digest
 from blocktable.parallel.rank_map import BlockMap
 from blocktable.parallel.wire import GroupDelta, StepMessage
@@ -61,6 +62,7 @@ class RankState:
         if widths is None:
             specs = (group.kv_cache_spec for group in config.kv_cache_groups)
             widths = [max(1, spec.max_blocks_per_request(max_model_len)) for spec in specs]
+        self._widths = list(widths)
         self.mirrors = [MirrorTable(max_num_rows, width) for width in widths]
         self.tables = tuple(HostTable(max_num_rows, width) for width in widths)
         self.blocks = BlockMap(config.num_blocks, free_ids)
@@ -87,8 +89,8 @@ class RankState:
     def check(self, message: StepMessage) -> int:
         """Whether the message can be applied; changes nothing. Returns the blocks it needs.
 
-        Raises RankError for another order of messages, or a shortage, naming rank, blocks needed
-        and available."""
+        Raises RankError for another order of messages, numbers outside the tables, or a shortage,
+        naming rank, blocks needed and available."""
         if message.sequence != self._expected & 0xFFFFFFFF:
             raise RankError(
                 f"rank {self.rank} expected message {self._expected} and got message "
@@ -99,6 +101,10 @@ class RankState:
                 f"rank {self.rank} has {len(self.tables)} groups, but step {message.step} "
                 f"has {len(message.groups)}"
             )
+        try:
+            check_bounds(message, self._widths, *self.tokens.shape)
+        except RankError as error:
+            raise RankError(f"rank {self.rank}: {error}") from None
         needed = len(self.needed(message))
         freed = len(message.dropped_ids)
         if needed > self.blocks.available + freed:

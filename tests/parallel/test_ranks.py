@@ -1,7 +1,11 @@
 """One scheduler decides, every rank follows with its own blocks, through the bytes of messages."""
 
+import tracemalloc
+
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from blocktable.core.errors import ConfigError, OutOfBlocks, RankError
 from blocktable.core.specs import (
@@ -243,11 +247,57 @@ def _digest_row2(ids):
         GroupDelta(truncate_rows=ints(7), truncate_counts=ints(0)),
         GroupDelta(set_rows=ints(0), set_columns=ints(5), set_ids=ints(1)),
         GroupDelta(append_rows=ints(0), append_counts=ints(1), append_ids=ints(77)),
+        GroupDelta(null_rows=ints(0), null_starts=ints(0), null_stops=ints(2**31 - 1)),
+        GroupDelta(null_rows=ints(0), null_starts=ints(1), null_stops=ints(0)),
+        GroupDelta(move_from=ints(-1), move_to=ints(0)),
+        GroupDelta(truncate_rows=ints(0), truncate_counts=ints(-1)),
+        GroupDelta(append_rows=ints(1, 1), append_counts=ints(1, 1), append_ids=ints(1, 2)),
     ],
 )
 def test_messages_that_make_no_sense_are_rank_errors(delta):
     with pytest.raises(RankError):
         states(50)[0].apply(StepMessage(0, 0, 0, (delta,)))
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [
+        {"rows": ints(0), "num_scheduled": ints(2**31 - 1)},
+        {"rows": ints(0), "num_scheduled": ints(0)},
+        {"rows": ints(-1), "num_scheduled": ints(1)},
+        {"rows": ints(0), "num_scheduled": ints(1), "sample_index": ints(1)},
+        {"rows": ints(0), "num_scheduled": ints(1), "user": ints(-1)},
+        {"start_rows": ints(0), "start_positions": ints(-5)},
+        {"fork_rows": ints(0), "fork_parents": ints(99)},
+    ],
+)
+def test_batches_that_make_no_sense_are_rank_errors(columns):
+    state = states(50)[0]
+    with pytest.raises(RankError, match=r"rank 0: step 3: \w+ has -?\d+, outside"):
+        state.apply(StepMessage(3, 0, 0, (GroupDelta(),), **columns))
+    assert state.digest == 0 and state.blocks.available == 49  # nothing has changed
+
+
+numbers = st.one_of(st.integers(-2, 9), st.sampled_from([2**31 - 1, -(2**31), 33, 512]))
+lists = st.lists(numbers, max_size=4).map(lambda values: ints(*values))
+
+
+@given(st.lists(lists, min_size=30, max_size=30))
+@settings(max_examples=400, deadline=None)
+def test_any_numbers_are_applied_or_refused_and_take_no_memory(drawn):
+    """Messages of noise: RankError and nothing else."""
+    pairs = iter(drawn)
+    delta = GroupDelta(*(next(pairs) for _ in GroupDelta._fields))
+    message = StepMessage(0, 0, 0, (delta,), *(next(pairs) for _ in StepMessage._fields[4:]))
+    tracemalloc.start()
+    try:
+        states(50)[0].apply(message)
+    except RankError:
+        pass
+    finally:
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    assert peak < 8 << 20
 
 
 def test_kv_heads_are_shared_out_or_replicated():

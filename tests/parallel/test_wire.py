@@ -2,12 +2,13 @@
 
 import pickle
 import struct
+import time
 import tracemalloc
 
 import numpy as np
 import pytest
 import xxhash
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from blocktable.core.errors import WireError
@@ -66,6 +67,16 @@ def test_bitpack_returns_what_went_in(width, count, seed):
     assert bitpack.width_of(values) <= width
 
 
+@pytest.fixture(params=["compiled", "NumPy"])
+def way(request, monkeypatch):
+    """Both ways of packing; the compiled one where it was built."""
+    if request.param == "NumPy":
+        monkeypatch.setattr(bitpack, "native", lambda: None)
+    elif bitpack.native() is None:
+        pytest.skip("the compiled helper was not built")
+    return request.param
+
+
 columns = st.lists(st.integers(-(2**31), 2**31 - 1), max_size=40).map(lambda v: ints(*v))
 runs = st.lists(st.tuples(st.integers(0, 2**31 - 100), st.integers(1, 90)), max_size=8).map(
     lambda pairs: np.concatenate([EMPTY, *(np.arange(a, a + n, dtype=np.int32) for a, n in pairs)])
@@ -90,9 +101,56 @@ def messages(draw):
 
 
 @given(messages())
-@settings(max_examples=200, deadline=None)
-def test_round_trip(message):
+@settings(
+    max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+def test_round_trip(way, message):
     assert equal(message, decode_step(encode_step(message)))
+
+
+@given(messages())
+@settings(max_examples=200, deadline=None)
+def test_the_compiled_helper_writes_the_same_bytes(message):
+    if bitpack.native() is None:
+        pytest.skip("the compiled helper was not built")
+    data = encode_step(message)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bitpack, "native", lambda: None)
+        assert encode_step(message) == data
+        assert equal(decode_step(data), message)
+
+
+@pytest.mark.parametrize("width", range(33))
+def test_the_compiled_helper_packs_every_width_alike(width):
+    helper = bitpack.native()
+    if helper is None:
+        pytest.skip("the compiled helper was not built")
+    for count in (0, 1, 7, 8, 9, 64, 1023):
+        values = np.random.default_rng(count).integers(0, 2**width, count).astype(np.uint32)
+        packed = helper.pack(values, width)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(bitpack, "native", lambda: None)
+            assert b"".join(bitpack.pack(values, width)) == packed
+        assert np.array_equal(bitpack.unpack(b"ab" + packed, 2, count, width), values)
+
+
+def test_the_compiled_helper_refuses_what_does_not_fit():
+    helper = bitpack.native()
+    if helper is None:
+        pytest.skip("the compiled helper was not built")
+    room = np.zeros(8, np.uint32)
+    for data, offset, width, out in [
+        (b"1234567", 0, 8, room), (b"12345678", 1, 8, room), (b"12345678", -1, 1, room),
+        (b"12345678", 9, 0, room), (b"", 0, 33, room), (b"", 0, -1, room),
+        (bytes(99), 0, 8, np.zeros(7, np.uint32)), (bytes(99), 2**62, 8, room),
+    ]:  # fmt: skip
+        with pytest.raises(ValueError, match=r"do not fit|width"):
+            helper.unpack(data, offset, width, out)
+    for values in (np.zeros(3, np.uint8), b"abcde"):
+        with pytest.raises(ValueError, match="32-bit"):
+            helper.classify(values)
+    with pytest.raises(ValueError, match="contiguous"):
+        helper.pack(np.zeros((8, 2), np.uint32)[:, 0], 3)
 
 
 def test_sizes_of_decode_steps():
@@ -192,6 +250,20 @@ def test_forged_messages_raise_wire_error_or_decode(changes, kind):
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
     assert peak < 8 << 20
+
+
+@given(st.binary(max_size=600), st.booleans())
+@settings(max_examples=600, deadline=None)
+def test_random_bytes_raise_wire_error_or_decode(data, signed):
+    """Noise behind a header of ours: length and checksum right, nothing else."""
+    whole = struct.pack("<4sBBHIIQQ", b"BTSM", 1, data[0] if data else 0, len(data) // 16,
+                        0, 1, 2, 3) + data  # fmt: skip
+    began = time.perf_counter()
+    try:
+        decode_step(forge(bytearray(whole + bytes(8))) if signed else data)
+    except WireError:
+        pass
+    assert time.perf_counter() - began < 1.0
 
 
 def test_a_small_message_cannot_claim_a_large_column():
