@@ -140,6 +140,21 @@ def test_steps_outside_graphs_through_a_larger_table(build: tuple[str, int]) -> 
             torch.testing.assert_close(got, expected(problem), rtol=0, atol=0)
 
 
+def test_float32_queries_over_a_16_bit_plan(build: tuple[str, int]) -> None:
+    """As of a model that rotates its queries in float32: answered in float32."""
+    name, page = build
+    problem = make_problem([9, 20], [2, 1], heads=4, kv_heads=2, size=64, block_size=page,
+                           dtype=torch.float16)  # fmt: skip
+    kind = kind_of(problem.query, problem.k_cache, problem.v_cache, scale=0.21)
+    table = problem.block_table
+    planner = ADAPTERS[name].planner(kind, Tables(table.numpy(), table), 2, {})
+    plan = planner.plan(Batch(np.arange(2, dtype=np.int32), problem.query_start_loc.numpy(),
+                              problem.seq_lens.numpy(), 3))  # fmt: skip
+    _, *rest = problem.args()
+    got = paged_attention(problem.query.float(), *rest, scale=0.21, plan=plan)
+    torch.testing.assert_close(got, expected(problem).float(), rtol=0, atol=0)
+
+
 @pytest.mark.parametrize(
     ("asked", "named"),
     [({"scale": 0.3}, "scale"), ({"softcap": 2.0}, "softcap"), ({"sliding_window": 8}, "window"),

@@ -61,11 +61,14 @@ def attend_planned(
     plan: LibraryPlan, query: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, *,
     out: torch.Tensor | None = None, return_lse: bool = False, **options: Any,
 ) -> torch.Tensor:  # fmt: skip
-    """One layer by a library's plan. Raises ConfigError for options it was not made for."""
+    """One layer by a library's plan, in the query's type (some models rotate in float32; the
+    libraries want queries of the cache's type). Raises ConfigError for a call that the plan was not
+    made for."""
     if return_lse:
         raise ConfigError("return_lse is given by our own kernels only")
-    plan.kind.check_call(query, k_cache, v_cache, **options)
-    result = plan.attend(query, k_cache, v_cache)
+    asked = query.to(plan.kind.dtype)
+    plan.kind.check_call(asked, k_cache, v_cache, **options)
+    result = plan.attend(asked, k_cache, v_cache).to(query.dtype)
     return result if out is None else out.copy_(result)
 
 

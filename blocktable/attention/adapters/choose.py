@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -110,6 +111,8 @@ def _tried(
     known = {n: t for n, t in trials.items() if t is not None and not (forced and t.fault)}
     if len(known) == len(keys):
         return known
+    _LOG.warning("trying attention by %s for layers of %s (FlashInfer compiles its kernels the "
+                 "first time, which takes minutes)", " and ".join(able), kind)  # fmt: skip
     measured = measure(kind, device, able)  # times are compared, so all are taken in one run
     for name, trial in measured.items():
         if measured[OURS].times:  # else nothing was learnt
@@ -149,6 +152,11 @@ def _refusal(name: str, layer: str, kind: LayerKind, reason: str | None) -> Conf
 def try_out(kind: LayerKind, device: torch.device, names: Sequence[str]) -> dict[str, Trial]:
     """Run and time ours and the candidates on the GPU. Never raises for a candidate's fault; where
     not even ours can be run (no memory left), all candidates are out."""
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        return _try_out(kind, device, names)
+
+
+def _try_out(kind: LayerKind, device: torch.device, names: Sequence[str]) -> dict[str, Trial]:
     try:
         problems = make_problems(kind, device)
         ours = {

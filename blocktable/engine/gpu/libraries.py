@@ -11,6 +11,7 @@ asked for by name. All of this is settled by (batch size, shares or not), as cap
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -26,6 +27,8 @@ from blocktable.core.errors import ConfigError
 from blocktable.engine.attention_glue import AttentionCall, LayerCache
 from blocktable.engine.gpu.plans import GroupPlanner, GroupShape
 from blocktable.engine.probe import ProbedLayer
+
+_LOG = logging.getLogger("blocktable")
 
 
 class StepPlan(NamedTuple):
@@ -173,6 +176,7 @@ def with_libraries(
         kind, layer = next(iter(kinds.items()))
         choice = choose(wanted, kind, table.device.device, layer=layer)
         made.append(_chosen(planner, choice, kind, table, max_rows, shared, wanted != "auto"))
+        _LOG.info("attention of group %d (%s): %s", group, kind, choice)
     return made
 
 
