@@ -11,18 +11,17 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from blocktable.core.errors import BlocktableError
-from blocktable.core.specs import ChunkedLocalAttentionSpec, SinkWindowSpec, SlidingWindowSpec
+from blocktable.check.fake_states import Corruption, Prints, RowStates, advance_blocks
+from blocktable.core.specs import (
+    ChunkedLocalAttentionSpec,
+    MambaSpec,
+    SinkWindowSpec,
+    SlidingWindowSpec,
+)
 from blocktable.core.types import TokenIds
 from blocktable.manager import KVCacheManager
 from blocktable.sched.output import SchedulerOutput
 from blocktable.sched.request import Request
-
-Prints = NDArray[np.uint64]
-
-
-class Corruption(BlocktableError):
-    """A slot does not hold what the row that reads it needs; names row, group and position."""
 
 
 def next_token(tokens: TokenIds, vocabulary: int, index: int = 0) -> int:
@@ -55,6 +54,7 @@ class FakeDevice:
         self.memory = [np.zeros((manager.pool.num_blocks, size), np.uint64) for size in sizes]
         self.host = [np.zeros((host, size), np.uint64) for size in sizes]
         self.last = np.zeros(manager.max_num_rows, np.int32)
+        self.states = RowStates()
         self.checked_slots = 0
 
     def run(
@@ -66,10 +66,12 @@ class FakeDevice:
         self._move(self.memory, self.host, output.swap_out)
         self._move(self.memory, self.memory, output.copies)
         self._move(self.host, self.memory, output.swap_in)
+        self.states.begin(output)
         people: list[Request] = requests.tolist()
         texts = {}
         for i, row in enumerate(output.rows.tolist()):
             texts[i] = self._compute(output, i, row, people[row])
+        self.states.end(output)
         tokens: list[int] = []
         counts: list[int] = []
         for row, i in zip(output.sample_rows.tolist(), output.sample_index.tolist(), strict=True):
@@ -91,9 +93,19 @@ class FakeDevice:
         if output.pending is not None and output.pending[i]:
             text[-1] = self.last[row]
         prints = fingerprints(text, request.salt)
+        if output.num_drafts is None:
+            self.states.advance(row, start, prints)
+        else:  # which drafts stay is not known yet, and a state cannot be rolled back
+            self.states.lose(row)
         for group, memory in enumerate(self.memory):
             table = self.manager.tables[group]
             entries = table.rows[row, : table.counts[row]]
+            spec = self.manager.config.kv_cache_groups[group].kv_cache_spec
+            if isinstance(spec, MambaSpec):
+                self.checked_slots += advance_blocks(
+                    memory, entries, spec, start, prints, (row, group)
+                )
+                continue
             size = memory.shape[1]
             position = np.arange(start + count)
             block = entries[position // size]

@@ -1,8 +1,9 @@
 """Soak: random traffic over tiny pools, for minutes; ends with every block free.
 
 ``python -m blocktable.check.soak --minutes 10`` (``make soak``). Each round makes a small random
-world (pool, block size, window, policy, swap, drafts, steps in flight), drives it through
-arrivals, aborts, preemptions, forks, swaps, resets, failed steps and weight updates, checks every
+world (pool, block size, window, recurrent state, policy, eviction, swap, drafts, steps in flight),
+drives it through arrivals, aborts, preemptions, forks, swaps, hints, resets, failed steps and
+weight updates, checks every
 invariant after every operation, and drains it. The seed of a round that fails is printed, and
 ``--seed N --rounds 1`` runs it again.
 """
@@ -12,10 +13,14 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field
 
-from blocktable.check.traffic import run_traffic
+from blocktable.check.traffic import EVENTS, run_traffic
 from blocktable.core.errors import BlocktableError
+
+ENOUGH_ROUNDS = 100
+"""From so many rounds on, a soak in which something never happened has failed."""
 
 
 @dataclass
@@ -28,6 +33,12 @@ class SoakResult:
     finished: int = 0
     preemptions: int = 0
     checked_slots: int = 0
+    events: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def missing(self) -> list[str]:
+        """What never happened and should have, in that many rounds."""
+        return [name for name in EVENTS if not self.events[name] and self.rounds >= ENOUGH_ROUNDS]
 
     def line(self) -> str:
         """One line for people."""
@@ -65,6 +76,7 @@ def soak(
         result.finished += traffic.finished
         result.preemptions += traffic.scheduler.stats.preemptions
         result.checked_slots += traffic.device.checked_slots
+        result.events.update(traffic.events)
         now = time.monotonic()
         if now >= end:
             break
@@ -88,6 +100,10 @@ def main(arguments: list[str] | None = None) -> int:
         result = soak(options.minutes, options.seed, options.operations, options.rounds)
     except SoakFailure as failure:
         print(f"FAILED: {failure}", file=sys.stderr)
+        return 1
+    print(", ".join(f"{name} {result.events[name]:,}" for name in EVENTS))
+    if result.missing:
+        print(f"FAILED: never happened: {', '.join(result.missing)}", file=sys.stderr)
         return 1
     print(f"soak passed: {result.line()}; every pool ended with free = usable")
     return 0

@@ -8,75 +8,20 @@ would have had alone.
 from __future__ import annotations
 
 import random
-from collections import deque
-from dataclasses import dataclass, field
-from typing import Any
+from collections import Counter, deque
 
 import numpy as np
 
 from blocktable.check.fake_device import FakeDevice, next_token
+from blocktable.check.traffic_world import TrafficConfig, groups_of, random_world
 from blocktable.core.errors import BlocktableError, RequestError
 from blocktable.core.invariants import check
-from blocktable.core.specs import (
-    ChunkedLocalAttentionSpec,
-    FullAttentionSpec,
-    KVCacheConfig,
-    KVCacheGroupSpec,
-    KVCacheSpec,
-    SinkWindowSpec,
-    SlidingWindowSpec,
-)
+from blocktable.core.specs import KVCacheConfig
 from blocktable.manager import KVCacheManager
-from blocktable.sched.config import SchedulerConfig
+from blocktable.prefix.hints import MAX_SECONDS, Retention
 from blocktable.sched.output import SchedulerOutput
 from blocktable.sched.request import Request, RequestStatus
 from blocktable.sched.scheduler import Scheduler
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrafficConfig:
-    """One world to run traffic in."""
-
-    num_blocks: int = 16
-    block_size: int = 4
-    window: int | None = None
-    local: bool = False
-    """The window is a chunk that only its own positions attend to."""
-    sinks: int = 0
-    """First tokens that stay in sight beside the window."""
-    hybrid: bool = False
-    host_blocks: int = 0
-    enable_caching: bool = True
-    vocabulary: int = 5
-    max_model_len: int = 40
-    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
-
-
-def random_world(rng: random.Random) -> TrafficConfig:
-    """A small world in which everything goes wrong soon."""
-    block, blocks = rng.choice([1, 2, 4, 8]), rng.choice([10, 16, 24, 40])
-    kind = rng.choice(["full", "full", "window", "hybrid", "local", "local hybrid", "sinks"])
-    window = None if kind == "full" else rng.choice([2, block + 1, 3 * block])
-    hybrid = "hybrid" in kind
-    usable = (blocks - 1) // (2 if hybrid else 1)
-    swap = rng.random() < 0.4
-    flight = rng.choice([1, 1, 2])
-    return TrafficConfig(
-        num_blocks=blocks, block_size=block, window=window, hybrid=hybrid,
-        local="local" in kind, sinks=rng.choice([1, block + 1]) if kind == "sinks" else 0,
-        host_blocks=rng.choice([4, 30]) if swap else 0, enable_caching=rng.random() < 0.85,
-        vocabulary=rng.choice([2, 5, 40]), max_model_len=max(6, (usable - 1) * block),
-        scheduler=SchedulerConfig(
-            max_num_seqs=rng.choice([2, 4, 8]), max_num_batched_tokens=rng.choice([4, 16, 64]),
-            policy=rng.choice(["fcfs", "priority"]), watermark=rng.choice([0.0, 0.2]),
-            priority_head_start=rng.choice([0.0, 3.0]),
-            full_sequence_must_fit=rng.random() < 0.6, lookahead=rng.choice([0, 2]),
-            lookahead_patience=4, max_prefill_chunk=rng.choice([0, 0, 3]),
-            preemption="swap" if swap else "recompute", max_steps_in_flight=flight,
-            num_draft_tokens=rng.choice([0, 3]) if flight == 1 else 0,
-            max_model_len_must_fit=False,
-        ),
-    )  # fmt: skip
 
 
 class Traffic:
@@ -87,12 +32,14 @@ class Traffic:
         self.world, self.rng = world, rng
         self.now = 0.0
         self.manager = KVCacheManager(
-            KVCacheConfig(world.num_blocks, _groups(world)),
+            KVCacheConfig(world.num_blocks, groups_of(world)),
             max_num_rows=world.scheduler.max_num_seqs,
             max_model_len=world.max_model_len,
             max_num_batched_tokens=world.scheduler.max_num_batched_tokens,
             enable_caching=world.enable_caching, host_blocks=world.host_blocks, seed=1,
+            eviction=world.eviction,
         )  # fmt: skip
+        self.manager.clock = lambda: self.now
         self.scheduler = Scheduler(world.scheduler, self.manager, clock=lambda: self.now)
         self.device = FakeDevice(self.manager, world.vocabulary)
         self.flying: deque[tuple[SchedulerOutput, np.ndarray, np.ndarray | None]] = deque()
@@ -101,6 +48,8 @@ class Traffic:
         self.prompts: list[list[int]] = []
         self.count = 0
         self.finished = 0
+        self.events: Counter[str] = Counter()
+        """How often each thing really happened."""
 
     # -- things that happen ---------------------------------------------------------------------
 
@@ -118,6 +67,7 @@ class Traffic:
             stop_token_ids=rng.choice([(), (), (0,), (1, 3)]),
             n=rng.choice([1, 1, 1, min(3, self.world.scheduler.max_num_seqs)]),
             priority=rng.randint(0, 2), salt=rng.choice([None, None, "s"]), arrival=self.now,
+            retention=rng.choice([None, None, self._retention()]),
         )  # fmt: skip
         self.count += 1
         try:
@@ -125,8 +75,36 @@ class Traffic:
         except RequestError:
             if len(prompt) < self.scheduler.capacity:
                 raise
+            self.events["refused"] += 1
             return
+        self.events["added"] += 1
         self._watch(request, len(prompt))
+
+    def _retention(self) -> Retention:
+        rng = self.rng
+        return Retention(
+            priority=rng.randint(0, 3), seconds=rng.choice([1.0, 9.0, MAX_SECONDS]),
+            tokens=rng.choice([None, 1, 6]),
+        )  # fmt: skip
+
+    def hint(self) -> None:
+        """The operator says what is worth keeping, of any prompt so far."""
+        if not self.prompts or self.manager.index is None:
+            return
+        rng, manager = self.rng, self.manager
+        name = rng.choice(["pin", "unpin", "unpin", "expire", "retain"])
+        steps, seconds = rng.choice([(None, None), (3, None), (2, 4.0), (None, 5.0)])
+        hit = 0
+        for prompt in rng.sample(self.prompts, len(self.prompts)):  # the first that is cached
+            if name == "retain":
+                hit = manager.retain(
+                    prompt, priority=rng.randint(1, 4), steps=steps, seconds=seconds
+                )
+            else:
+                hit = getattr(manager, name)(prompt)
+            if hit:
+                break
+        self.events[name] += bool(hit)
 
     def schedule(self) -> None:
         """One more step, if as many are not in flight already; the device runs it at once."""
@@ -138,6 +116,21 @@ class Traffic:
                 self._watch(fork.request, fork.request.num_prompt_tokens)
         tokens, counts = self.device.run(output, self.scheduler.requests)
         self.flying.append((output, tokens, counts))
+        self._count(output)
+
+    def _count(self, output: SchedulerOutput) -> None:
+        drafts = 0 if output.num_drafts is None else int(output.num_drafts.sum())
+        self.events.update({
+            "steps": 1, "empty steps": int(output.is_empty),
+            "two in flight": int(len(self.flying) > 1),
+            "pending tokens": 0 if output.pending is None else int(output.pending.sum()),
+            "hits": sum(entry.num_cached > 0 for entry in output.admitted),
+            "admitted": len(output.admitted), "forked": len(output.forked),
+            "preempted": len(output.preempted), "copies": len(output.copies),
+            "swapped out": len(output.swap_out), "swapped in": len(output.swap_in),
+            "blocked": int(output.blocked is not None), "drafts": drafts,
+            "retained": self.manager.num_retained,
+        })  # fmt: skip
 
     def update(self) -> None:
         """The oldest step in flight comes back."""
@@ -152,13 +145,16 @@ class Traffic:
         """The device fails: all steps in flight are taken back."""
         while self.flying:
             self.scheduler.cancel(self.flying.pop()[0])
+            self.events["cancelled"] += 1
 
     def abort(self) -> None:
         """A client goes away, at any moment."""
         some = self._pick()
+        before = {name: self.live[name].status.name.lower() for name in some}
         gone = self.scheduler.abort(some) if self.rng.random() < 0.5 else None
         for request in gone if gone is not None else self.scheduler.finish(some, "stop"):
             self.live.pop(request.request_id)
+            self.events[f"aborted {before.get(request.request_id, 'child')}"] += 1
 
     def preempt(self) -> None:
         """Someone is taken off its blocks."""
@@ -181,6 +177,7 @@ class Traffic:
         except RequestError:
             return
         self.count += 1
+        self.events["beam forks"] += 1
         self._watch(children[0], known)
 
     def reset(self) -> None:
@@ -193,6 +190,7 @@ class Traffic:
         """The weights change: what was computed must not be hit any more."""
         if not self.flying:
             self.scheduler.drop_cache()
+            self.events["cache dropped"] += 1
             for memory in (*self.device.memory, *self.device.host):
                 memory[:] = 0
 
@@ -208,6 +206,7 @@ class Traffic:
             if steps > limit:
                 raise BlocktableError(f"{len(self.live)} requests never end: a livelock")
         self.check()
+        self.events["states"] += self.device.states.checked
         pool = self.manager.pool
         if pool.available != pool.usable or self.live:
             raise BlocktableError(
@@ -231,6 +230,9 @@ class Traffic:
 
     def _pick(self) -> list[str]:
         names = list(self.live)
+        off = [name for name in names if self.live[name].status in AWAY]
+        if off and self.rng.random() < 0.5:  # rare, and where state is kept in most places
+            names = off
         return self.rng.sample(names, min(len(names), self.rng.randint(1, 2)))
 
     def _watch(self, request: Request, given: int) -> None:
@@ -266,31 +268,20 @@ class Traffic:
             )
 
 
-def _groups(world: TrafficConfig) -> tuple[KVCacheGroupSpec, ...]:
-    size = world.block_size
-    specs: list[KVCacheSpec] = []
-    if world.window is None or world.hybrid:
-        specs.append(FullAttentionSpec(block_size=size, num_kv_heads=1, head_size=8))
-    if world.window is not None and world.local:
-        specs.append(
-            ChunkedLocalAttentionSpec(
-                block_size=size, num_kv_heads=1, head_size=8, attention_chunk_size=world.window
-            )
-        )
-    elif world.window is not None:
-        shape: dict[str, Any] = {"block_size": size, "num_kv_heads": 1, "head_size": 8}
-        windowed = SlidingWindowSpec(**shape, sliding_window=world.window)
-        if world.sinks:
-            windowed = SinkWindowSpec(
-                **shape, sliding_window=world.window, num_sink_tokens=world.sinks
-            )
-        specs.append(windowed)
-    return tuple(KVCacheGroupSpec((f"layers.{i}",), spec) for i, spec in enumerate(specs))
+AWAY = (RequestStatus.PREEMPTED, RequestStatus.SWAPPED)
 
+EVENTS = (
+    "added", "refused", "steps", "empty steps", "two in flight", "pending tokens", "admitted",
+    "blocked", "hits", "copies", "forked", "beam forks", "drafts", "preempted", "swapped out",
+    "swapped in", "aborted waiting", "aborted running", "aborted preempted", "aborted swapped",
+    "aborted child", "cancelled", "cache dropped", "pin", "unpin", "retain", "expire", "retained",
+    "states",
+)  # fmt: skip
+"""What traffic in enough worlds must have done; keys of ``Traffic.events``."""
 
 WEIGHTS = {
     "add": 14, "schedule": 40, "update": 24, "abort": 5, "preempt": 4, "fork": 4, "reset": 1,
-    "cancel": 1, "drop_cache": 1,
+    "hint": 3, "cancel": 1, "drop_cache": 1,
 }  # fmt: skip
 
 
