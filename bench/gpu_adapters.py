@@ -332,7 +332,7 @@ def compile_all(names: list[str], kinds: list[str]) -> None:
         return f"       compiled {kind_name} {step}: {time.perf_counter() - start:.0f} s"
 
     if "flashinfer" in names:
-        with ThreadPoolExecutor(8) as pool:
+        with ThreadPoolExecutor(3) as pool:  # each starts several compilers
             jobs = [
                 pool.submit(one, kind, step) for kind in kinds for step in ("decode", "prefill")
             ]
@@ -353,8 +353,8 @@ def main() -> None:
     for name, adapter in ADAPTERS.items():
         print(f"{name}: {adapter.versions()}; {reasons[name] or 'able'}", flush=True)
     names = [name for name, reason in reasons.items() if reason is None]
-    first, others = kinds[:1], kinds[1:]
-    for group in (first, others):
+    others = [kind for kind in kinds if kind != "plain"]
+    for group in ([["plain"]] if "plain" in kinds else []) + [others]:
         guarded("compile", lambda group=group: compile_all(names, group))
         for kind in group:
             for name in names:
@@ -365,7 +365,7 @@ def main() -> None:
             if "auto" in parts and names:
                 guarded(f"auto {kind}", lambda k=kind: auto(k))
         for name in names:
-            if group is first and "large" in parts:
+            if "plain" in group and "large" in parts:
                 large(name)
             if "engine" in parts:
                 run_engine(name, group)

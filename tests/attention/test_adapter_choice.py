@@ -270,10 +270,11 @@ def test_a_candidate_that_differs_is_dropped_with_a_line_in_the_log(
         choose("flashinfer", KIND, CPU, decisions=file)
 
 
-def test_a_candidate_that_raises_is_dropped(
+def test_a_candidate_that_raises_is_dropped_until_it_works(
     monkeypatch: pytest.MonkeyPatch, on_cpu: dict[str, float], file: DecisionFile
 ) -> None:
     libraries.install(monkeypatch, "flashinfer")
+    working = libraries.BatchDecodeWithPagedKVCacheWrapper.plan
 
     def no_compiler(*_: Any, **__: Any) -> None:
         raise RuntimeError("Ninja build failed\nand much more")
@@ -282,6 +283,8 @@ def test_a_candidate_that_raises_is_dropped(
     assert choose("auto", KIND, CPU, decisions=file) == Choice()
     with pytest.raises(ConfigError, match=r"RuntimeError: Ninja build failed$"):
         choose("flashinfer", KIND, CPU, decisions=file)
+    monkeypatch.setattr(libraries.BatchDecodeWithPagedKVCacheWrapper, "plan", working)
+    assert choose("auto", KIND, CPU, decisions=file) == Choice(*["flashinfer"] * 3)
 
 
 def test_problems_poison_what_no_row_may_read() -> None:

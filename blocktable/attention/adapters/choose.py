@@ -53,11 +53,14 @@ class Choice(NamedTuple):
 
 
 class Trial(NamedTuple):
-    """How a candidate did: microseconds by step ("triton" among the candidates), or why it is
-    out."""
+    """How a candidate did: microseconds by step ("triton" among the candidates), or why it is out.
+
+    broken: it raised an error, whose cause may be gone at the next start (a missing compiler).
+    """
 
     times: dict[str, float]
     fault: str | None = None
+    broken: bool = False
 
 
 Measure = Callable[[LayerKind, torch.device, Sequence[str]], dict[str, Trial]]
@@ -105,7 +108,7 @@ def _tried(
     measure: Measure, *, forced: bool,
 ) -> dict[str, Trial]:  # fmt: skip
     """The candidates' trials, from the file or measured now. What is asked for by name gets
-    another chance after a fault: its cause may be gone (a compiler that was missing)."""
+    another chance after a fault."""
     keys = {name: _key(name, kind, device) for name in (OURS, *able)}
     trials = {name: _decoded(decisions.get(key)) for name, key in keys.items()}
     known = {n: t for n, t in trials.items() if t is not None and not (forced and t.fault)}
@@ -115,10 +118,11 @@ def _tried(
                  "first time, which takes minutes)", " and ".join(able), kind)  # fmt: skip
     measured = measure(kind, device, able)  # times are compared, so all are taken in one run
     for name, trial in measured.items():
-        if measured[OURS].times:  # else nothing was learnt
-            decisions.put(keys[name], trial._asdict())
+        if measured[OURS].times and not trial.broken:  # else nothing was learnt
+            decisions.put(keys[name], {"times": trial.times, "fault": trial.fault})
         if trial.fault is not None:
-            _LOG.warning("attention by %s is not used: %s", name, trial.fault)
+            _LOG.warning("attention by %s is not used: %s (attention_backend='triton' does not "
+                         "try it)", name, trial.fault)  # fmt: skip
     times = {name: trial.times for name, trial in measured.items()}
     _LOG.info("attention for layers of %s, microseconds: %s", kind, times)
     return measured
@@ -190,7 +194,7 @@ def _trial(
                              " (inf: NaN of unused slots comes through)")  # fmt: skip
             times[step] = _time(attend, problem)
     except Exception as error:  # whatever a library raises, it is not used
-        return Trial({}, f"{type(error).__name__}: {_line(error)}")
+        return Trial({}, f"{type(error).__name__}: {_line(error)}", broken=True)
     return Trial(times)
 
 
