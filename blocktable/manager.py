@@ -138,7 +138,7 @@ class KVCacheManager(RowSharing, Retaining):
         if self.index is not None:
             self.index.native = core
         hashed = self.keying is None or self.keying.algorithm == "sha256"
-        return core if hashed and not self.growth.skipping else None
+        return core if hashed else None
 
     # -- sequences and hits ---------------------------------------------------------------------
 
@@ -243,7 +243,8 @@ class KVCacheManager(RowSharing, Retaining):
         if native is not None and not self.growth.num_sharing:
             hashers = None if book is None else book.hashers
             plain = book is None or not book.num_media
-            if plain and native.grow(rows, num_new_tokens, lookahead, hashers):
+            fences = self.pool.fencing
+            if plain and native.grow(rows, num_new_tokens, lookahead, hashers, fences):
                 return len(rows)
         computed = self.num_computed[rows]
         total = computed + num_new_tokens

@@ -242,11 +242,16 @@ enum { STORED, REMOVED, CLEARED, VERSION };
 #define MAX_GROUPS 32
 
 typedef struct {
-    int32_t *rows, *counts, *lo, *hi, *log, *capacity, *keyed, *key_due;
-    int64_t *log_n;
+    int32_t *rows, *counts, *lo, *hi, *null_lo, *null_hi, *log, *capacity, *keyed, *key_due, *skipped;
+    int64_t *log_n; /* entries of the log; whether more than appending was done */
     int64_t width, log_size, block_size, ratio;
-    int plain; /* entries = ceil(tokens / block_size), nothing skipped */
+    int64_t back, chunk, head; /* what is skipped: see skipped_for; back < 0 = nothing */
+    int plain;    /* entries = ceil(tokens / block_size) */
+    int deferred; /* keys are due when the step that computes them is over */
+    int aligned;  /* only states on a step's end exist */
 } GroupView;
+#define GROUP_ARRAYS 12
+#define GROUP_NUMBERS 8
 
 typedef struct {
     PyObject_HEAD Py_buffer *held;
@@ -500,7 +505,75 @@ static int64_t shortage(const Core *c, const GroupView *g, int64_t row, int64_t 
     int64_t limit = total + ahead < c->max_len ? total + ahead : c->max_len;
     if (limit <= g->capacity[row]) return 0;
     if (!g->plain) return -1;
-    return (limit + g->block_size - 1) / g->block_size - g->counts[row];
+    int64_t more = (limit + g->block_size - 1) / g->block_size - g->counts[row];
+    return g->aligned && more > 1 ? -1 : more;
+}
+
+/* Leading blocks that no token after the first `computed` ones attends to. */
+static int64_t skipped_for(const GroupView *g, int64_t computed) {
+    if (g->chunk) return computed / g->chunk * g->chunk / g->block_size;
+    return computed <= g->back ? 0 : (computed - g->back) / g->block_size;
+}
+
+/* Columns of a row that are given up: start .. return value; empty if nothing is. */
+static int64_t skip_range(const GroupView *g, int64_t row, int64_t computed, int64_t *start) {
+    *start = g->skipped[row] > g->head ? g->skipped[row] : g->head;
+    if (g->back < 0) return *start;
+    int64_t stop = skipped_for(g, computed);
+    return stop < g->counts[row] ? stop : g->counts[row];
+}
+
+/* Blocks to be given up, group by group, each row's highest column first; how many. */
+static int64_t list_skipped(const Core *c, const Ints *rows, int32_t *out) {
+    int64_t n = 0, start;
+    for (int k = 0; k < c->num_groups; k++)
+        for (int64_t i = 0; i < rows->count; i++) {
+            const GroupView *g = &c->groups[k];
+            int64_t row = ints_at(rows, i), stop = skip_range(g, row, c->num_computed[row], &start);
+            for (int64_t column = stop - 1; column >= start; column--, n++)
+                if (out) out[n] = g->rows[row * g->width + column];
+        }
+    return n;
+}
+
+static inline void widen(int32_t *lo, int32_t *hi, int64_t start, int64_t stop) {
+    if (start < *lo) *lo = (int32_t)start;
+    if (stop > *hi) *hi = (int32_t)stop;
+}
+
+/* As HostTable.null for one row. */
+static void table_null(GroupView *g, int64_t row, int64_t start, int64_t stop) {
+    int32_t *lo = &g->null_lo[row], *hi = &g->null_hi[row];
+    memset(g->rows + row * g->width + start, 0, (size_t)(stop - start) * 4);
+    if (*lo == INT32_MAX || (start <= *hi && stop >= *lo)) widen(lo, hi, start, stop);
+    else widen(&g->lo[row], &g->hi[row], start, stop);
+    g->log[g->log_n[0]++] = (int32_t)row;
+    g->log_n[1] = 1;
+}
+
+/* Keys of states whose step is over, then the blocks in `gone` (list_skipped) leave their rows. */
+static void release_skipped(Core *c, const Ints *rows, PyObject *hashers, const Ints *gone) {
+    int64_t start;
+    for (int k = 0; c->links && k < c->num_groups; k++) {
+        GroupView *g = &c->groups[k];
+        for (int64_t i = 0; g->deferred && i < rows->count; i++) {
+            int64_t row = ints_at(rows, i), computed = c->num_computed[row];
+            if (computed < g->key_due[row] || (g->aligned && computed % g->block_size)) continue;
+            if (g->aligned) g->keyed[row] = (int32_t)(computed / g->block_size - 1);
+            give_keys(c, hashers, g, k, row, computed / g->block_size);
+        }
+    }
+    if (!gone->count) return;
+    pool_release(c, gone);
+    for (int k = 0; k < c->num_groups; k++) {
+        GroupView *g = &c->groups[k];
+        for (int64_t i = 0; i < rows->count; i++) {
+            int64_t row = ints_at(rows, i), stop = skip_range(g, row, c->num_computed[row], &start);
+            if (stop <= start) continue;
+            table_null(g, row, start, stop);
+            g->skipped[row] = (int32_t)stop;
+        }
+    }
 }
 
 /* Blocks the call needs; -1 = something only the NumPy code handles. */
@@ -535,8 +608,7 @@ static void grow_do(Core *c, const Ints *rows, const Ints *new_, const Ints *ahe
             used += more;
             g->counts[row] = after;
             g->capacity[row] = (int32_t)(after * g->block_size);
-            if (count < g->lo[row]) g->lo[row] = count;
-            if (after > g->hi[row]) g->hi[row] = after;
+            widen(&g->lo[row], &g->hi[row], count, after);
             g->log[g->log_n[0]++] = (int32_t)row;
         }
     }
@@ -544,7 +616,7 @@ static void grow_do(Core *c, const Ints *rows, const Ints *new_, const Ints *ahe
         c->num_computed[ints_at(rows, i)] += (int32_t)ints_at(new_, i);
     for (int k = 0; c->links && k < c->num_groups; k++) {
         GroupView *g = &c->groups[k];
-        for (int64_t i = 0; i < rows->count; i++) {
+        for (int64_t i = 0; !g->deferred && i < rows->count; i++) {
             int64_t row = ints_at(rows, i), known_ = c->num_computed[row];
             if (known_ > c->num_tokens[row]) known_ = c->num_tokens[row];
             if (known_ >= g->key_due[row]) give_keys(c, hashers, g, k, row, known_ / g->block_size);
@@ -552,11 +624,12 @@ static void grow_do(Core *c, const Ints *rows, const Ints *new_, const Ints *ahe
     }
 }
 
-/* grow(rows, new, ahead, hashers) -> True if done, False: nothing changed, use the NumPy code. */
+/* grow(rows, new, ahead, hashers, fences) -> True if done, False: nothing changed, use the NumPy
+ * code. fences: steps are in flight, so nothing can be released here. */
 static PyObject *core_grow(Core *self, PyObject *const *args, Py_ssize_t n) {
     Ints rows = {0}, new_ = {0}, ahead = {0};
     int done = 0;
-    if (n != 4) return PyErr_Format(PyExc_TypeError, "grow takes 4 arguments, got %zd", n);
+    if (n != 5) return PyErr_Format(PyExc_TypeError, "grow takes 5 arguments, got %zd", n);
     if (ints_get(&rows, args[0]) || ints_get(&new_, args[1]) || ints_get(&ahead, args[2])) {
         PyErr_Clear();
         goto out;
@@ -565,11 +638,16 @@ static PyObject *core_grow(Core *self, PyObject *const *args, Py_ssize_t n) {
         (ahead.count >= 0 && ahead.count != rows.count) || (self->links && !hashers_good(self, args[3])))
         goto out;
     for (int g = 0; g < self->num_groups; g++)
-        if (self->groups[g].log_n[0] + rows.count > self->groups[g].log_size) goto out;
+        if (self->groups[g].log_n[0] + 2 * rows.count > self->groups[g].log_size) goto out;
     int64_t need = grow_plan(self, &rows, &new_, &ahead, args[3]);
     if (need < 0 || !pool_can_take(self, need)) goto out;
-    int32_t *ids = scratch(self, need + 1);
-    if (!ids) goto out;
+    Ints gone = {.width = 4, .count = list_skipped(self, &rows, NULL)};
+    int32_t *ids = scratch(self, need + gone.count + 1);
+    if (!ids || (gone.count && PyObject_IsTrue(args[4]))) goto out;
+    list_skipped(self, &rows, ids + need);
+    gone.data = ids + need;
+    if (gone.count && !pool_can_release(self, &gone)) goto out;
+    release_skipped(self, &rows, args[3], &gone);
     if (need) pool_take(self, need, ids);
     grow_do(self, &rows, &new_, &ahead, args[3], ids);
     done = 1;
@@ -738,24 +816,31 @@ static int64_t number(PyObject *tuple, Py_ssize_t at) {
 static int set_group(Core *self, PyObject *t) {
     GroupView *g = &self->groups[self->num_groups];
     int64_t rows = 1;
-    if (!PyTuple_Check(t) || PyTuple_GET_SIZE(t) != 12) {
-        PyErr_SetString(PyExc_TypeError, "a group is a tuple of 12");
+    if (!PyTuple_Check(t) || PyTuple_GET_SIZE(t) != GROUP_ARRAYS + GROUP_NUMBERS) {
+        PyErr_SetString(PyExc_TypeError, "a group is a tuple of 20");
         return -1;
     }
-    void **where[9] = {(void **)&g->rows, (void **)&g->counts, (void **)&g->lo, (void **)&g->hi,
-                       (void **)&g->log, (void **)&g->log_n, (void **)&g->capacity,
-                       (void **)&g->keyed, (void **)&g->key_due};
-    for (int i = 0; i < 9; i++) {
+    void **where[GROUP_ARRAYS] = {
+        (void **)&g->rows,     (void **)&g->counts,  (void **)&g->lo,    (void **)&g->hi,
+        (void **)&g->null_lo,  (void **)&g->null_hi, (void **)&g->log,   (void **)&g->log_n,
+        (void **)&g->capacity, (void **)&g->keyed,   (void **)&g->key_due, (void **)&g->skipped};
+    for (int i = 0; i < GROUP_ARRAYS; i++) {
         int64_t items;
         if (!(*where[i] = view(self, PyTuple_GET_ITEM(t, i), &items))) return -1;
         if (i == 1) rows = items;
         if (i == 0) g->width = items;
-        if (i == 4) g->log_size = items;
+        if (where[i] == (void **)&g->log) g->log_size = items;
     }
     g->width /= rows;
-    g->block_size = number(t, 9);
-    g->ratio = number(t, 10);
-    g->plain = (int)number(t, 11);
+    int at = GROUP_ARRAYS;
+    g->block_size = number(t, at++);
+    g->ratio = number(t, at++);
+    g->back = number(t, at++);
+    g->chunk = number(t, at++);
+    g->head = number(t, at++);
+    g->plain = (int)number(t, at++);
+    g->deferred = (int)number(t, at++);
+    g->aligned = (int)number(t, at);
     self->num_groups++;
     return PyErr_Occurred() ? -1 : 0;
 }
@@ -777,7 +862,7 @@ static PyObject *core_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) 
     Core *self = (Core *)type->tp_alloc(type, 0);
     if (!self) return NULL;
     Py_ssize_t num_groups = PyTuple_GET_SIZE(groups);
-    self->held = PyMem_Calloc((size_t)(MAX_VIEWS + 9 * num_groups), sizeof(Py_buffer));
+    self->held = PyMem_Calloc((size_t)(MAX_VIEWS + GROUP_ARRAYS * num_groups), sizeof(Py_buffer));
     if (!self->held || num_groups > MAX_GROUPS || PyTuple_GET_SIZE(pool) != 6) goto fail;
     VIEW(ref, pool, 0, &self->num_blocks);
     VIEW(state, pool, 1, NULL);
@@ -824,7 +909,7 @@ fail:
 #define FAST (PyCFunction)(void (*)(void))
 
 static PyMethodDef core_methods[] = {
-    {"grow", FAST core_grow, METH_FASTCALL, "grow(rows, new, ahead, hashers) -> bool"},
+    {"grow", FAST core_grow, METH_FASTCALL, "grow(rows, new, ahead, hashers, fences) -> bool"},
     {"append", FAST core_append, METH_FASTCALL, "append(rows, token_ids) -> bool"},
     {"take", (PyCFunction)core_take, METH_O, "take(out) -> bool"},
     {"release", (PyCFunction)core_release, METH_O, "release(blocks) -> bool"},

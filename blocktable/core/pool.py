@@ -37,6 +37,13 @@ SORT_FROM = 32  # taking fewer blocks than this at a time never sorts the free s
 _NO_BLOCKS = np.zeros(0, np.int32)
 
 
+def _number_of_blocks(count: object) -> int:
+    """``count`` where it is a NumPy integer >= 0; BlockStateError for anything else."""
+    if isinstance(count, np.integer) and count >= 0:
+        return int(count)
+    raise BlockStateError(f"the number of blocks must be an integer >= 0, got {count!r}")
+
+
 class PoolCounts(NamedTuple):
     """Blocks in each state; used + available + fenced = usable, available = free + evictable."""
 
@@ -141,12 +148,15 @@ class BlockPool:
 
     def take(self, count: int, *, request: object = None, held: int = 0) -> BlockIds:
         """Hand out ``count`` blocks, each with one reference: returned ones first, then never
-        used ones, then evicted ones. Raises OutOfBlocks (``request`` and ``held`` go into it)."""
+        used ones, then evicted ones. Raises OutOfBlocks (``request`` and ``held`` go into it), and
+        BlockStateError for what is no number of blocks."""
+        if count.__class__ is not int or count < 0:
+            count = _number_of_blocks(count)
         if count > self.available:
             raise OutOfBlocks(
                 request, held=held, needed=count, available=self.available, fenced=self.fenced
             )
-        if count <= 0:
+        if count == 0:
             return _NO_BLOCKS
         if self.native is not None:
             taken = np.empty(count, np.int32)
@@ -371,6 +381,11 @@ class BlockPool:
     def steps_begun(self) -> int:
         """Steps begun since construction."""
         return self._last_step
+
+    @property
+    def fencing(self) -> bool:
+        """Whether released blocks must wait for a step in flight."""
+        return bool(self._in_flight)
 
     @property
     def steps_in_flight(self) -> tuple[int, ...]:

@@ -91,10 +91,10 @@ class HostTable:
         self._extent = np.zeros(max_rows, np.int32)  # device entries that may be non-null
         self._flag = np.zeros(max_rows, bool)  # scratch, all false between calls
         self._log = np.zeros(4 * max_rows + 16, np.int32)  # rows changed, repeats allowed
-        self._log_n = np.zeros(1, np.int64)
+        # entries of the log; whether something else than appending was done since the last drain
+        self._log_n = np.zeros(2, np.int64)
         self._stamp = np.zeros(max_rows, np.int32)  # scratch
         self._order = np.arange(len(self._log), dtype=np.int32)
-        self._rearranged = False  # something else than appending since the last drain
 
     # -- checks ---------------------------------------------------------------------------------
 
@@ -214,7 +214,7 @@ class HostTable:
     def truncate(self, rows: ArrayLike, num_blocks: ArrayLike) -> None:
         """Cut each row to at most ``num_blocks`` entries; the rest become null."""
         rows = self._check_rows(rows)
-        self._rearranged = True
+        self._log_n[1] = 1
         wanted = np.asarray(num_blocks)
         if wanted.size and (wanted.dtype.kind not in "iu" or wanted.min() < 0):
             raise RowError(f"rows cannot be cut to {wanted.tolist()} blocks")
@@ -229,7 +229,7 @@ class HostTable:
 
     def clear(self, rows: ArrayLike | None = None) -> None:
         """Empty the rows (all of them by default): null entries, count 0."""
-        self._rearranged = True
+        self._log_n[1] = 1
         every: RowIds = (
             np.arange(self.max_rows, dtype=np.int32) if rows is None else self._check_rows(rows)
         )
@@ -245,7 +245,7 @@ class HostTable:
 
     def null(self, rows: RowIds, start: NDArray, stop: NDArray) -> None:
         """Entries ``start[i] .. stop[i]`` of ``rows[i]`` become null in place; counts stay."""
-        self._rearranged = True
+        self._log_n[1] = 1
         rows, start, stop = self._check_rows(rows), np.asarray(start), np.asarray(stop)
         some = stop > start
         rows, start, stop = rows[some], start[some], stop[some]
@@ -285,7 +285,7 @@ class HostTable:
     def move_rows(self, src: ArrayLike, dst: ArrayLike) -> None:
         """Bulk move: all sources are read before any is written; sources that are no
         destination are empty afterwards."""
-        self._rearranged = True
+        self._log_n[1] = 1
         src, dst = self._check_rows(src), self._check_rows(dst)
         if len(src) != len(dst):
             raise RowError(f"{len(src)} rows cannot be moved to {dst.tolist()}")
@@ -293,8 +293,8 @@ class HostTable:
         distinct = int(np.count_nonzero(self._flag)) == len(dst)
         gone = src[~self._flag[src]]
         self._flag[dst] = False
-        if not distinct:
-            raise RowError(f"{len(src)} rows cannot be moved to {dst.tolist()}")
+        if not distinct or np.bincount(src).max(initial=0) > 1:
+            raise RowError(f"rows {src.tolist()} to {dst.tolist()}: a row is named twice")
         if src.size == 0:
             return
         width = int(max(self.counts[src].max(), self.counts[dst].max()))
@@ -321,14 +321,20 @@ class HostTable:
     @property
     def record(self) -> tuple[NDArray[np.int32], NDArray[np.int32], RowIds, NDArray[np.int64]]:
         """The record of changes itself, for a compiled `drain`: state int32 [6, max_rows] (counts,
-        lo, hi, null_lo, null_hi, origin), extent int32 [max_rows], log of rows, its length [1]."""
+        lo, hi, null_lo, null_hi, origin), extent int32 [max_rows], log of rows, its length [2]."""
         return self._state, self._extent, self._log, self._log_n
+
+    @property
+    def record_arrays(self) -> tuple[NDArray[Any], ...]:
+        """Rows, counts and the record of changes, for a compiled `append` and `null`."""
+        state = self.rows, self.counts, self._lo, self._hi, self._null_lo, self._null_hi
+        return *state, self._log, self._log_n
 
     def drain(self) -> TableDelta:
         """All changes since the last drain (or construction), and forget them. O(rows changed)."""
-        if not self._rearranged:
+        if not self._log_n[1]:
             return self._drain_appended()
-        self._rearranged = False
+        self._log_n[1] = 0
         delta = self.peek()
         rows = delta.rows
         self._log_n[0] = 0

@@ -13,7 +13,7 @@ from blocktable.core.specs import (
     ceil_div,
 )
 from blocktable.core.types import NULL_BLOCK, BlockIds
-from blocktable.groups.base import Group, Ints
+from blocktable.groups.base import Group, Ints, SkipRule
 
 
 class FullAttentionGroup(Group):
@@ -43,6 +43,9 @@ class SlidingWindowGroup(Group):
 
     def skip_due(self, skipped: Ints) -> Ints:
         return (skipped + 1) * self.block_size + self.window - 1
+
+    def skip_rule(self) -> SkipRule:
+        return SkipRule(self.window - 1, 0)
 
     def admission_cap(self, tokens: int) -> int:
         step = min(self.window - 1 + self.max_step_tokens, self.max_model_len)
@@ -106,6 +109,9 @@ class ChunkedLocalGroup(Group):
 
     def skip_due(self, skipped: Ints) -> Ints:
         return -((skipped + 1) * -self.block_size // self.chunk) * self.chunk
+
+    def skip_rule(self) -> SkipRule:
+        return SkipRule(0, self.chunk)
 
     def admission_cap(self, tokens: int) -> int:
         step = min(self.chunk + self.max_step_tokens, self.max_model_len)

@@ -15,7 +15,7 @@ all. It may be too low, never too high; whoever lowers one of the others sets it
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +27,14 @@ from blocktable.core.types import BlockIds
 NEVER = np.iinfo(np.int32).max
 Ints: TypeAlias = Any
 """NumPy integers of any width, arrays (or scalars): NumPy's own types cannot say it."""
+
+
+class SkipRule(NamedTuple):
+    """`Group.skipped_for` in two numbers, for the compiled helper: chunks of ``chunk`` tokens, or
+    (chunk 0) blocks that end before the last ``back`` computed tokens; back -1: none at all."""
+
+    back: int
+    chunk: int
 
 
 class Group:
@@ -79,6 +87,10 @@ class Group:
     def skip_due(self, skipped: Ints) -> Ints:
         """Computed tokens from which on more than ``skipped`` blocks are given up."""
         return np.full_like(skipped, NEVER)
+
+    def skip_rule(self) -> SkipRule:
+        """What `skipped_for` computes."""
+        return SkipRule(-1, 0)
 
     def due_at(self, rows: Ints) -> Ints:
         """Tokens at which the rows need a block, complete a key or give a block up."""

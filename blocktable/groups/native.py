@@ -8,9 +8,9 @@ from typing import Any
 from blocktable.core.eviction import LRUQueue
 from blocktable.core.pool import BlockPool
 from blocktable.core.types import Counts, TokenIds
-from blocktable.groups.attention import FullAttentionGroup
 from blocktable.groups.base import Group
 from blocktable.groups.keybook import KeyBook
+from blocktable.groups.state import StateGroup
 
 
 def make_core(
@@ -38,10 +38,11 @@ def make_core(
 
 
 def _group_views(group: Group, hash_size: int) -> tuple[Any, ...]:
-    table = group.table
-    plain = int(type(group) is FullAttentionGroup)
+    table, rule = group.table, group.skip_rule()
+    aligned = isinstance(group, StateGroup) and group.aligned
     return (
-        table.rows, table.counts, table._lo, table._hi, table._log, table._log_n,
-        group.capacity, group.keyed, group.key_due,
-        group.block_size, max(1, group.block_size // hash_size), plain,
+        *table.record_arrays, group.capacity, group.keyed, group.key_due, group.skipped,
+        group.block_size, max(1, group.block_size // hash_size), rule.back, rule.chunk,
+        group.kept_head, int(type(group).entries_for is Group.entries_for),
+        int(group.deferred_keys), int(aligned),
     )  # fmt: skip

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from blocktable.core.specs import CrossAttentionSpec, MambaSpec
 from blocktable.core.types import NULL_BLOCK, BlockIds
-from blocktable.groups.base import NEVER, Group, Ints
+from blocktable.groups.base import NEVER, Group, Ints, SkipRule
 
 
 class OneStateGroup(Group):
@@ -49,6 +49,9 @@ class StateGroup(Group):
 
     def skip_due(self, skipped: Ints) -> Ints:
         return (skipped + 1) * self.block_size + 1
+
+    def skip_rule(self) -> SkipRule:
+        return SkipRule(1, 0)
 
     def admission_cap(self, tokens: int) -> int:
         every = super().admission_cap(tokens)

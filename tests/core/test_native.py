@@ -12,20 +12,51 @@ from blocktable.core import native
 from blocktable.core.errors import OutOfBlocks, RequestError
 from blocktable.core.invariants import check
 from blocktable.core.pool import FRESH, TOP
-from blocktable.core.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from blocktable.core.specs import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    MambaSpec,
+    SinkWindowSpec,
+    SlidingWindowSpec,
+)
 from blocktable.manager import KVCacheManager
 
 built = pytest.mark.skipif(native.load() is None, reason="the compiled helper was not built")
 
 
-def make(sizes: list[int], caching: bool, compiled: bool, monkeypatch) -> KVCacheManager:
-    specs = [FullAttentionSpec(block_size=s, num_kv_heads=1, head_size=1) for s in sizes]
+def spec_of(layer: int | str) -> KVCacheSpec:
+    """4 = full attention; "window 4 7", "chunk 4 6", "sinks 4 7 5", "align 4": kind, block size,
+    and what else the kind has."""
+    kind, size, *more = ["full", layer] if isinstance(layer, int) else layer.split()
+    width, *sinks = [*map(int, more), 1]
+    shape = {"block_size": int(size), "num_kv_heads": 1, "head_size": 1}
+    if kind == "full":
+        return FullAttentionSpec(**shape)
+    if kind == "window":
+        return SlidingWindowSpec(**shape, sliding_window=width)
+    if kind == "sinks":
+        return SinkWindowSpec(**shape, sliding_window=width, num_sink_tokens=sinks[0])
+    if kind == "chunk":
+        return ChunkedLocalAttentionSpec(**shape, attention_chunk_size=width)
+    state = {"block_size": int(size), "shapes": ((1,),), "dtypes": ("uint8",)}
+    return MambaSpec(**state, cache_mode=kind)
+
+
+def make(
+    sizes: list, caching: bool, compiled: bool, monkeypatch, blocks: int | None = None
+) -> KVCacheManager:
+    specs = [spec_of(layer) for layer in sizes]
+    if blocks is None:
+        blocks = 70 if any(isinstance(spec, FullAttentionSpec) for spec in specs) else 30
     with monkeypatch.context() as patch:
         if not compiled:
             for where in ("manager", "prefix.keys", "prefix.sequence"):
                 patch.setattr(f"blocktable.{where}.load", lambda: None)
         manager = KVCacheManager(
-            KVCacheConfig(70, tuple(KVCacheGroupSpec((), s) for s in specs)), max_num_rows=12,
+            KVCacheConfig(blocks, tuple(KVCacheGroupSpec((), s) for s in specs)), max_num_rows=12,
             max_model_len=60, enable_caching=caching, seed=3,
         )  # fmt: skip
     assert (manager.pool.native is not None) == compiled
@@ -44,8 +75,9 @@ def arrays(manager: KVCacheManager) -> dict[str, np.ndarray]:
         live[f"{group.group_id} rows"] = group.table.rows
         live[f"{group.group_id} counts"] = group.table.counts
     if manager.index is not None:
-        live["buckets"], live["size"] = manager.index.links[:70], manager.index.size
-        live["next"] = manager.index.links[70:][pool.keyed]
+        blocks = pool.num_blocks
+        live["buckets"], live["size"] = manager.index.links[:blocks], manager.index.size
+        live["next"] = manager.index.links[blocks:][pool.keyed]
         live["words"] = manager.index.words[pool.keyed]
         live["counters"] = manager.book.counters
         live["num_hashed"] = manager.row_keys.num_hashed
@@ -54,15 +86,18 @@ def arrays(manager: KVCacheManager) -> dict[str, np.ndarray]:
 
 @built
 @pytest.mark.parametrize("caching", [True, False])
-@pytest.mark.parametrize("sizes", [[4], [1], [5], [2, 4], [3, 2]])
+@pytest.mark.parametrize(
+    "sizes",
+    [[4], [1], [5], [2, 4], [3, 2], ["window 4 7"], [2, "window 4 3"], ["chunk 3 6"],
+     [4, "sinks 2 5 3"], [4, "all 4"], [2, "align 4"], [4, "none 4"], ["window 1 1", "chunk 2 5"]],
+    ids=str,
+)  # fmt: skip
 @pytest.mark.parametrize("few", [0, 4, 16])  # rows that NumPy's side takes one after another
-def test_same_arrays_after_any_traffic(
-    sizes: list[int], caching: bool, few: int, monkeypatch
-) -> None:
+def test_same_arrays_after_any_traffic(sizes: list, caching: bool, few: int, monkeypatch) -> None:
     monkeypatch.setattr("blocktable.groups.growth.FEW", few)
     monkeypatch.setattr("blocktable.prefix.index.FEW", few)
     both = [make(sizes, caching, compiled, monkeypatch) for compiled in (True, False)]
-    rng = np.random.default_rng(sum(sizes))
+    rng = np.random.default_rng(len(str(sizes)))
     for step in range(400):
         choices = rng.integers(0, 2**31)
         outcomes = [act(manager, np.random.default_rng(choices)) for manager in both]
@@ -74,7 +109,49 @@ def test_same_arrays_after_any_traffic(
         for one, other in zip(*deltas, strict=True):
             assert all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))
     check(both[0])
-    assert both[0].pool.scalars[FRESH] == 70  # the pool was full at some time
+    assert both[0].pool.scalars[FRESH] == both[0].pool.num_blocks  # the pool was full at some time
+
+
+class Counted:
+    """A compiled core that counts the steps it did and the ones it left to NumPy."""
+
+    def __init__(self, core: object) -> None:
+        self.core, self.outcomes = core, []
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.core, name)
+
+    def grow(self, *arguments: object) -> bool:
+        self.outcomes.append(self.core.grow(*arguments))
+        return self.outcomes[-1]
+
+
+@built
+@pytest.mark.parametrize(
+    "layers", [[4], [4, "window 4 7"], [4, "sinks 2 5 3"], ["chunk 3 6"], [4, "all 4"],
+               [4, "none 4"], [2, "align 2"]], ids=str,
+)  # fmt: skip
+def test_every_kind_decodes_in_the_compiled_step(layers: list, monkeypatch) -> None:
+    manager, rows = make(layers, True, True, monkeypatch, blocks=300), np.array([0, 1])
+    manager._native = counted = Counted(manager._native)
+    for row in rows.tolist():
+        tokens = np.arange(9) + 10 * row
+        hit = manager.find_hit(manager.sequence(tokens))
+        manager.admit(row, hit, 9 - hit.num_tokens)
+    for _ in range(40):
+        manager.append_tokens(rows, [5, 6])
+        manager.allocate(rows, 1)
+        for table in manager.tables:
+            table.drain()
+    assert counted.outcomes == [True] * 40
+    step = manager.begin_step()
+    for _ in range(8):
+        manager.append_tokens(rows, [5, 6])
+        manager.allocate(rows, 1)
+    manager.end_step(step)  # blocks released meanwhile were fenced, which is NumPy's part
+    skips = any(group.skips for group in manager.groups)
+    assert (False in counted.outcomes) == skips
+    check(manager)
 
 
 def act(manager: KVCacheManager, rng: np.random.Generator) -> object:
