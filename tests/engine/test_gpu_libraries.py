@@ -23,7 +23,7 @@ from blocktable import SamplingParams
 from blocktable.attention import cpu, paged_attention, write_kv
 from blocktable.attention.adapters import ADAPTERS, LayerKind, Tables
 from blocktable.attention.adapters.choose import Choice
-from blocktable.attention.plan import AttentionPlan
+from blocktable.attention.plan import AttentionPlan, PlanConfig
 from blocktable.attention.reference import paged_attention_reference
 from blocktable.core.errors import ConfigError
 from blocktable.core.table import HostTable
@@ -180,11 +180,11 @@ def table(monkeypatch: pytest.MonkeyPatch) -> HostTable:
     return host
 
 
-def planner_over(table: HostTable, *steps: str, forced: bool = False) -> ChosenPlanner:
-    from blocktable.attention.plan import PlanConfig
-
+def planner_over(
+    table: HostTable, *steps: str, forced: bool = False, window: int | None = None
+) -> ChosenPlanner:
     config = PlanConfig(num_q_heads=4, num_kv_heads=2, block_size=4, min_shared_tokens=8,
-                        min_saved_tokens=8)  # fmt: skip
+                        min_saved_tokens=8, sliding_window=window)  # fmt: skip
     ours = GroupPlanner(GroupShape(config, 64), table, torch.device("cpu"), 8)
     device = torch.from_numpy(table.rows)
     library = ADAPTERS["flashinfer"].planner(KIND, Tables(table.rows, device), 8, {})
@@ -239,9 +239,10 @@ def test_a_graph_is_served_by_one_of_both_for_good(table: HostTable) -> None:
             assert held.fits(plan)
             held.load(plan)
             assert hasattr(held.plan, "attend") == (not shares)
-    forced = planner_over(table, "decode", forced=True)
-    assert forced.buffers(4, True) is forced.buffers(4, False)
-    assert forced.max_tiles == 0 < planner.max_tiles
+    for never in (planner_over(table, "decode", forced=True),
+                  planner_over(table, "decode", window=6)):  # fmt: skip
+        assert never.buffers(4, True) is never.buffers(4, False)
+        assert never.max_tiles == 0 < planner.max_tiles
 
 
 def test_ours_is_planned_only_where_it_may_be_needed(
