@@ -1,8 +1,8 @@
 """``blocktable serve --ray``: replicas as Ray Serve deployments, a router in front of them.
 
 Each replica is a deployment of its own with one actor, which serves HTTP and publishes its cache
-events; Ray places the actors on the machines of its cluster and restarts none behind the router's
-back (a dead replica is routed around).
+events; Ray places the actors on the machines of its cluster. A dead replica is routed around; Ray
+starts it anew, and the router asks Ray where.
 """
 
 from __future__ import annotations
@@ -63,14 +63,29 @@ class ReplicaServer:
 def start_replicas(model: str, options: dict[str, Any], count: int) -> list[tuple[Any, Replica]]:
     """Deploy ``count`` replicas; each with its handle. ConfigError without Ray."""
     _, serve = _import_ray()
+    from blocktable.engine.options import EngineOptions
+
+    chosen = EngineOptions(**options)
+    needs = {"num_cpus": 0, "num_gpus": chosen.num_ranks if chosen.on_gpu else 0}
+    serve.start(proxy_location="Disabled")  # replicas answer by themselves; its port stays free
     made = []
     for number in range(count):
-        deployment = serve.deployment(ReplicaServer, name=f"replica-{number}", num_replicas=1)
+        deployment = serve.deployment(
+            ReplicaServer, name=f"replica-{number}", num_replicas=1, ray_actor_options=needs
+        )
         handle = serve.run(
             deployment.bind(model, options), name=f"replica-{number}", route_prefix=None
         )
         made.append((handle, Replica(*handle.place.remote().result(timeout_s=300))))
     return made
+
+
+def _place(handle: Any) -> Replica | None:
+    """Where a deployment's replica is now; None while there is none."""
+    try:
+        return Replica(*handle.place.remote().result(timeout_s=5))
+    except Exception:  # Ray's errors have no common base: whatever it is, nobody answers there
+        return None
 
 
 def serve_ray(model: str, config: ServerConfig, options: dict[str, Any], *, replicas: int) -> None:
@@ -85,8 +100,12 @@ def serve_ray(model: str, config: ServerConfig, options: dict[str, Any], *, repl
     listener = listen(config)
     ray.init(ignore_reinit_error=True, log_to_driver=False)
     try:
-        places = [replica for _, replica in start_replicas(model, options, replicas)]
-        router = Router(places, block_size=options["block_size"], seed=options["seed"])
+        made = start_replicas(model, options, replicas)
+        block = options["block_size"] * options.get("context_parallel_size", 1)
+        router = Router(
+            [replica for _, replica in made], block_size=block, seed=options["seed"],
+            find=lambda number: _place(made[number][0]),
+        )  # fmt: skip
         host, port = listener.getsockname()[:2]
         print(f"routing to {replicas} replicas at http://{host}:{port}/v1", flush=True)
         settings = uvicorn.Config(build_router(router), log_level="warning", access_log=False)

@@ -104,7 +104,13 @@ class PrefixRouter:
         self._expected[replica].clear()
 
     def lose(self, replica: int) -> None:
-        """A replica died: it gets no more requests."""
+        """A replica died: it gets no more requests, until it is `revive`-d."""
         self._alive[replica] = False
         self._pending[replica] = 0
         self.forget(replica)
+
+    def revive(self, replica: int) -> None:
+        """A lost replica answers again; nothing is known of what it holds."""
+        self.forget(replica)
+        self._given[replica] = min(self._given)
+        self._alive[replica] = True

@@ -1,5 +1,6 @@
 """The step message: round trips, its stated sizes, and how it treats unsound bytes."""
 
+import contextlib
 import pickle
 import struct
 import time
@@ -259,10 +260,8 @@ def test_random_bytes_raise_wire_error_or_decode(data, signed):
     whole = struct.pack("<4sBBHIIQQ", b"BTSM", 1, data[0] if data else 0, len(data) // 16,
                         0, 1, 2, 3) + data  # fmt: skip
     began = time.perf_counter()
-    try:
+    with contextlib.suppress(WireError):
         decode_step(forge(bytearray(whole + bytes(8))) if signed else data)
-    except WireError:
-        pass
     assert time.perf_counter() - began < 1.0
 
 
