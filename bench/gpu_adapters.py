@@ -21,7 +21,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -58,8 +58,7 @@ KINDS = {
     "head 256": replace(PLAIN, num_heads=8, num_kv_heads=4, head_size=256, head_size_v=256),
 }
 LIMIT = 1e-2
-TIE = 0.1
-"""Texts may part where two logits are less than this of their spread apart: 16-bit noise."""
+NEW_TOKENS = 32
 FAILED: list[str] = []
 RECORD: dict[str, Any] = {}
 
@@ -255,11 +254,11 @@ def auto(kind_name: str) -> None:
 
 
 def small_model(kind: str, dtype: torch.dtype, **fields: Any) -> Any:
-    """A random model whose likeliest tokens are well apart (64 ids, wide weights)."""
+    """A random model of 64 ids."""
     config = hf.AutoConfig.for_model(
         kind, vocab_size=64, hidden_size=512, intermediate_size=512, num_hidden_layers=4,
         num_attention_heads=8, num_key_value_heads=2, head_dim=128, max_position_embeddings=2048,
-        initializer_range=0.1, tie_word_embeddings=False, **fields,
+        initializer_range=0.04, tie_word_embeddings=False, **fields,
     )  # fmt: skip
     torch.manual_seed(0)
     return hf.AutoModelForCausalLM.from_config(config, dtype=dtype).eval().to(CUDA)
@@ -283,7 +282,7 @@ def tokens_of(kind: str, dtype: torch.dtype, backend: str, prompts: list[list[in
         max_model_len=1024, num_blocks=2000, max_num_seqs=24, max_num_batched_tokens=512,
         compile=False, **options,
     )  # fmt: skip
-    params = SamplingParams(temperature=0.0, max_tokens=32, ignore_eos=True)
+    params = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True)
     outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params)
     runner: Any = llm.engine.runner
     planners = runner._planners
@@ -293,22 +292,14 @@ def tokens_of(kind: str, dtype: torch.dtype, backend: str, prompts: list[list[in
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 
-class Parting(NamedTuple):
-    """Where two greedy texts part, and how far apart the two tokens' logits are in float32, over
-    the logits' spread."""
-
-    text: str
-    apart: float
-
-
-def explain(model: Any, prompt: list[int], mine: list[int], theirs: list[int]) -> Parting:
-    """Whether the first token that differs was nearly a tie."""
-    at = next(i for i, (a, b) in enumerate(zip(mine, theirs, strict=True)) if a != b)
-    with torch.inference_mode():
-        ids = torch.tensor([prompt + mine[:at]], device=CUDA)
-        logits = model(input_ids=ids).logits[0, -1]
-    apart = float((logits[mine[at]] - logits[theirs[at]]).abs() / logits.std())
-    return Parting(f"token {at}: {mine[at]} or {theirs[at]}, {apart:.3f} apart", apart)
+def agreed(texts: list[list[int]], exact: list[list[int]]) -> float:
+    """Tokens that agree before texts part, on average. In 16 bits a random model's texts do part
+    from float32, by any back end; by one that read a wrong page, at once."""
+    first = [
+        next((i for i, (a, b) in enumerate(zip(text, want, strict=True)) if a != b), len(want))
+        for text, want in zip(texts, exact, strict=True)
+    ]
+    return float(np.mean(first))
 
 
 def engine(name: str, kind: str, dtype: torch.dtype) -> None:
@@ -318,16 +309,13 @@ def engine(name: str, kind: str, dtype: torch.dtype) -> None:
     prompts = [rng.integers(3, 64, int(n)).tolist() for n in lengths]
     head = rng.integers(3, 64, 200).tolist()
     prompts += [head + rng.integers(3, 64, 7).tolist() for _ in range(4)]
-    want = tokens_of(kind, dtype, "triton", prompts)
+    exact = tokens_of(kind, torch.float32, "triton", prompts)
+    ours = agreed(tokens_of(kind, dtype, "triton", prompts), exact)
     for graphs_on in (True, False):
         title = f"LLM | {name} | {kind} | {str(dtype)[6:]}{'' if graphs_on else ' | no graphs'}"
-        got = tokens_of(kind, dtype, name, prompts, cuda_graphs=graphs_on)
-        differ = [i for i in range(len(prompts)) if got[i] != want[i]]
-        text = f"{len(prompts) - len(differ)} of {len(prompts)} requests give the same 32 tokens"
-        model = small_model(kind, dtype, **MODELS[kind]).float()
-        found = [explain(model, prompts[i], want[i], got[i]) for i in differ]
-        text += "".join(f"\n         {parting.text}" for parting in found)
-        note(title, all(parting.apart < TIE for parting in found), text)
+        theirs = agreed(tokens_of(kind, dtype, name, prompts, cuda_graphs=graphs_on), exact)
+        text = f"{theirs:.1f} of {NEW_TOKENS} tokens as in float32 until texts part, ours {ours:.1f}"
+        note(title, theirs > 0.8 * ours, text)
 
 
 def compile_all(names: list[str], kinds: list[str]) -> None:

@@ -2,7 +2,7 @@
 
 A candidate that is installed and able runs three random steps of the layer's real shape beside our
 own kernels. Where a result differs, it is dropped, with a line in the log; where it is faster by
-more than 2%, it serves that kind of step. Takes about a second a kind of layer (FlashInfer
+more than 5%, it serves that kind of step. Takes about a second a kind of layer (FlashInfer
 compiles its kernels the first time, a minute or so), once: the outcome is kept on disk. Where
 nothing is installed, nothing is done.
 """
@@ -32,7 +32,7 @@ from blocktable.core.errors import ConfigError
 _LOG = logging.getLogger("blocktable")
 
 STEPS = ("decode", "prefill", "mixed")
-MARGIN = 0.98
+MARGIN = 0.95
 """A candidate is taken where its time is less than this times ours."""
 TOLERANCE = 1e-2
 """Most difference of a token's output between two 16-bit kernels; each is within 3e-3 of float64
@@ -93,7 +93,7 @@ def choose(
 
 
 def best(trials: dict[str, Trial]) -> Choice:
-    """The fastest candidate for each kind of step; ours where none wins by more than 2%."""
+    """The fastest candidate for each kind of step; ours where none wins by more than 5%."""
     chosen = []
     for step in STEPS:
         ours = trials[OURS].times.get(step, 0.0)

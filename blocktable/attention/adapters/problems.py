@@ -14,7 +14,7 @@ import torch
 
 from blocktable.attention.adapters.kind import Batch, LayerKind, Tables
 
-_KEYS = 64 << 20
+_KEYS = 128 << 20
 """Bytes of keys, and as many of values: together more than a GPU's cache holds."""
 _ROWS = 32
 
