@@ -436,17 +436,17 @@ static int known(const Core *c, int64_t block) { return block >= 0 && block < c-
 /* Whether every block of the list is owned once and can be released here; no lasting change. */
 static int pool_can_release(Core *c, const Ints *in) {
     if (!c->lru || c->queue[TAIL] - c->queue[HEAD] + in->count > c->ring_size) return 0;
-    int64_t i, good = 1;
-    for (i = 0; i < in->count; i++) {
-        int64_t block = ints_at(in, i);
-        if (!known(c, block) || (block && c->state[block] != OWNED_)) return 0;
+    int64_t seen, i, good = 1;
+    for (seen = 0; good && seen < in->count; seen++) {
+        int64_t block = ints_at(in, seen);
+        if (!known(c, block) || (block && c->state[block] != OWNED_)) good = 0, seen--;
+        else c->place[block] = (int32_t)seen; /* owned blocks have no place: room to find repeats */
     }
-    for (i = 0; i < in->count; i++) c->place[ints_at(in, i)] = (int32_t)i;
-    for (i = 0; i < in->count; i++) {
+    for (i = 0; i < seen; i++) {
         int64_t block = ints_at(in, i);
         if (block) good &= c->place[block] == (int32_t)i;
+        c->place[block] = -1;
     }
-    for (i = 0; i < in->count; i++) c->place[ints_at(in, i)] = -1;
     c->place[0] = 0;
     return (int)good;
 }

@@ -218,10 +218,16 @@ class BlockPool:
             return
         state = self.state[blocks]
         idle = state != OWNED
-        if idle.any():
+        if np.count_nonzero(idle):
             self._check_touch(blocks, state)
+        refs = self.ref[blocks]
+        order = np.arange(len(blocks), dtype=np.int32)
+        self.ref[blocks] = order  # each block holds its own number, unless it is named twice
+        repeats = bool(np.count_nonzero(self.ref[blocks] != order))
+        self.ref[blocks] = refs
+        if np.count_nonzero(idle):
             waking = blocks[idle]
-            if len(waking) > 1:
+            if repeats:
                 waking = np.unique(waking)
             fenced = self.state[waking] == FENCED
             queued = waking[~fenced]
@@ -230,7 +236,10 @@ class BlockPool:
             self.scalars[FENCED_COUNT] -= len(waking) - len(queued)
             self.scalars[USED] += len(waking)
             self.state[waking] = OWNED
-        np.add.at(self.ref, blocks, 1)
+        if repeats:
+            np.add.at(self.ref, blocks, 1)
+        else:
+            self.ref[blocks] = refs + 1
 
     def _check_touch(self, blocks: BlockIds, state: np.ndarray) -> None:
         bad = (state == FREE) | (state == FENCED) & ~self.keyed[blocks]

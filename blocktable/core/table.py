@@ -235,7 +235,9 @@ class HostTable:
         )
         counts = self.counts[every]
         width = int(counts.max(initial=0))
-        if len(every) * width <= 4 * int(counts.sum()):  # rows of like length: one memset
+        if len(every) == 1:
+            self.rows[int(every[0]), :width] = NULL_BLOCK
+        elif len(every) * width <= 4 * int(counts.sum()):  # rows of like length: one memset
             self.rows[every, :width] = NULL_BLOCK
         else:
             self._fill_null(every, np.zeros_like(counts), counts)
@@ -269,7 +271,10 @@ class HostTable:
         if rows.size == 0:
             return
         first = int(start.min())
-        if len(rows) == 1 or ((start == first).all() and (self.counts[rows] == stop).all()):
+        if len(rows) == 1:
+            self.rows[int(rows[0]), first : int(stop[0])] = NULL_BLOCK
+            return
+        if (start == first).all() and (self.counts[rows] == stop).all():
             self.rows[rows, first : int(stop.max())] = NULL_BLOCK
             return
         size = (stop - start).astype(np.int64)

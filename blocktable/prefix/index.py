@@ -121,25 +121,21 @@ class PrefixIndex:
             self.native.find(found, np.ascontiguousarray(keys), group)
             return found
         words = tagged_words(keys, group)
-        found = np.zeros(len(words), np.int32)
         if len(words) == 0 or self.size[0] == 0:
-            return found
-        wanted = words[:, 0]
-        where = np.arange(len(words))
-        block = self.links[self._buckets(wanted)]
-        while True:
-            hit = self.words[block, 0] == wanted
-            hit &= block != 0
-            if hit.any():
-                at, candidates = where[hit], block[hit]
-                same = (self.words[candidates] == words[at]).all(axis=1)
-                found[at[same]] = candidates[same]
-                hit[hit] = same
-            more = ~hit & (block != 0)
-            if not more.any():
-                return found
-            block = self.links[self.num_blocks + block[more]]
-            wanted, where = wanted[more], where[more]
+            return np.zeros(len(words), np.int32)
+        block = self.links[self._buckets(words[:, 0])]
+        same = _equal(self.words[block], words) & (block != 0)
+        found = block * same
+        at = (~same).nonzero()[0]
+        block = block[at]
+        while len(at):  # a step along the chains that did not begin with their key
+            block = self.links[self.num_blocks + block]
+            inside = block.nonzero()[0]
+            at, block = at[inside], block[inside]
+            same = _equal(self.words[block], words[at])
+            found[at[same]] = block[same]
+            at, block = at[~same], block[~same]
+        return found
 
     def find_prefix(self, keys: Keys, group: int = 0) -> BlockIds:
         """Blocks of the longest run of leading keys that are all found. A cold prompt is known to
@@ -160,7 +156,7 @@ class PrefixIndex:
 
     def carries(self, blocks: BlockIds, keys: Keys, group: int = 0) -> NDArray[np.bool_]:
         """Whether each (keyed) block carries just this key."""
-        return (self.words[blocks] == tagged_words(keys, group)).all(axis=1)
+        return _equal(self.words[blocks], tagged_words(keys, group))
 
     def remove(self, blocks: BlockIds) -> None:
         """Take out blocks that carry a key. They cannot be found any more."""
@@ -172,14 +168,13 @@ class PrefixIndex:
             return
         self.doomed[blocks] = True
         at = self._buckets(self.words[blocks, 0])
-        while at.size:
+        while len(at):
             block = self.links[at]
+            inside = block.nonzero()[0]  # before its end
+            at, block = at[inside], block[inside]
             cut = self.doomed[block]
             self.links[at[cut]] = self.links[self.num_blocks + block[cut]]
-            onward = (block != 0) & ~cut
-            at[onward] = self.num_blocks + block[onward]
-            if not block.all():
-                at = at[block != 0]
+            at = np.where(cut, at, self.num_blocks + block)
         self.doomed[blocks] = False
         self.size[0] -= len(blocks)
 
@@ -197,3 +192,11 @@ class PrefixIndex:
     def num_distinct(self, blocks: NDArray) -> int:
         """Distinct keys among these blocks, groups told apart."""
         return len(np.unique(self.words[blocks], axis=0)) if len(blocks) else 0
+
+
+def _equal(one: NDArray[np.uint64], other: NDArray[np.uint64]) -> NDArray[np.bool_]:
+    """Which rows of two arrays [k, words] are equal; 4 times faster than ``all(axis=1)``."""
+    same = one[:, 0] == other[:, 0]
+    for column in range(1, one.shape[1]):
+        same &= one[:, column] == other[:, column]
+    return same

