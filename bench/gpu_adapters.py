@@ -314,7 +314,7 @@ def engine(name: str, kind: str, dtype: torch.dtype) -> None:
     for graphs_on in (True, False):
         title = f"LLM | {name} | {kind} | {str(dtype)[6:]}{'' if graphs_on else ' | no graphs'}"
         theirs = agreed(tokens_of(kind, dtype, name, prompts, cuda_graphs=graphs_on), exact)
-        text = f"{theirs:.1f} of {NEW_TOKENS} tokens as in float32 until texts part, ours {ours:.1f}"
+        text = f"{theirs:.1f} of {NEW_TOKENS} tokens as in float32, then apart; ours {ours:.1f}"
         note(title, theirs > 0.8 * ours, text)
 
 

@@ -55,13 +55,13 @@ def file(tmp_path: Path) -> DecisionFile:
 
 
 def test_each_kind_of_step_goes_to_its_fastest() -> None:
-    trials = {"triton": times(100, 100, 100), "flashinfer": times(90, 120, 97.9),
-              "flash_attn": times(95, 80, 98.1)}  # fmt: skip
+    trials = {"triton": times(100, 100, 100), "flashinfer": times(90, 120, 94.9),
+              "flash_attn": times(93, 80, 95.1)}  # fmt: skip
     assert best(trials) == Choice("flashinfer", "flash_attn", "flashinfer")
 
 
-def test_a_win_of_two_percent_is_none() -> None:
-    assert best({"triton": times(100, 100, 100), "flashinfer": times(98, 98.1, 99)}) == Choice()
+def test_a_win_of_five_percent_is_none() -> None:
+    assert best({"triton": times(100, 100, 100), "flashinfer": times(95, 95.1, 99)}) == Choice()
 
 
 def test_a_candidate_with_a_fault_is_out() -> None:
