@@ -325,13 +325,18 @@ class InputBatch:
         self.block_table.append_rows(self._check_occupied(rows), counts, block_ids)
 
     def append_tokens(self, rows: ArrayLike, token_ids: ArrayLike) -> None:
-        """One sampled token for each row; RowError where a row is full. Changes all or none."""
-        where = self._check_occupied(rows)
+        """One sampled token for each row; RowError where a row is full or named twice. Changes all
+        or none."""
+        where, ids = self._check_occupied(rows), _tokens(token_ids)
+        if ids.shape != where.shape or np.bincount(where).max(initial=0) > 1:
+            raise RowError(
+                f"{ids.size} token ids for rows {where.tolist()}: each row takes one, once"
+            )
         at = self["num_tokens"][where]
         if at.max(initial=0) >= self.max_model_len:
             full = where[at >= self.max_model_len][0]
             raise RowError(f"row {full} holds max_model_len {self.max_model_len} tokens already")
-        self.token_ids[self["token_line"][where], at] = _tokens(token_ids)
+        self.token_ids[self["token_line"][where], at] = ids
         self["num_tokens"][where] = at + 1
 
     def _check_occupied(self, rows: ArrayLike) -> RowIds:

@@ -90,7 +90,8 @@ class SlotMapper:
         default.
 
         One kernel launch for all groups, no device sync. Raises ValueError when the arrays are
-        shorter than ``num_reqs`` says, or hold more tokens than the mapping.
+        shorter than ``num_reqs`` says, or hold more tokens than the mapping; on a CPU, where it can
+        be seen, also when ``query_start_loc`` shares out other tokens than there are positions.
         """
         self._check(num_reqs, query_start_loc, positions, rows)
         if self._tables.backend == "triton":
@@ -138,8 +139,13 @@ class SlotMapper:
         rows: torch.Tensor | None,
     ) -> None:
         starts = query_start_loc[: num_reqs + 1].numpy()
-        tokens = min(int(starts[-1]), positions.shape[0])
-        row = np.repeat(np.arange(num_reqs), np.diff(starts))[:tokens]
+        tokens, counts = int(starts[-1]), np.diff(starts)
+        if starts[0] != 0 or counts.min(initial=0) < 0 or tokens > positions.shape[0]:
+            raise ValueError(
+                f"query_start_loc {starts.tolist()} does not share out {positions.shape[0]} "
+                "positions: it must begin at 0, never fall, and end at their number at most"
+            )
+        row = np.repeat(np.arange(num_reqs), counts)
         if rows is not None:
             row = rows.numpy()[row]
         where = positions[:tokens].numpy()

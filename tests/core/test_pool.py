@@ -46,6 +46,19 @@ def test_error_names_block_and_request_and_keeps_the_others() -> None:
     assert pool.used == 3 and pool.ref[held].tolist() == [1, 1, 1]
 
 
+@pytest.mark.parametrize("native", [True, False])
+@pytest.mark.parametrize(
+    "count", [-1, 1.5, 2.0, True, "2", None, np.float64(1), np.int32(-3), [1], float("nan")]
+)
+def test_what_is_no_number_of_blocks_takes_none(count: object, native: bool) -> None:
+    pool = BlockPool(10)
+    pool.native = pool.native if native else None
+    with pytest.raises(BlockStateError, match="number of blocks must be an integer >= 0"):
+        pool.take(count)  # type: ignore[arg-type]
+    assert pool.counts().used == 0 and len(pool.take(np.int64(9))) == 9  # type: ignore[arg-type]
+    assert len(pool.take(0)) == 0
+
+
 @pytest.mark.parametrize("nulls", [1, 5])
 def test_null_entries_are_skipped(nulls: int) -> None:
     pool = BlockPool(6)

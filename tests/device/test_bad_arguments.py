@@ -82,6 +82,7 @@ def test_what_is_no_row_is_refused(device: torch.device, change: str, row: Any) 
         lambda t: t.swap_rows([0, 1], [2]),
         lambda t: t.move_rows([0, 1], [2]),
         lambda t: t.move_rows([0, 1], [2, 2]),
+        lambda t: t.move_rows([0, 0], [2, 3]),
     ],
 )
 def test_values_that_cannot_be_meant_are_refused(device: torch.device, change: Change) -> None:
@@ -183,6 +184,10 @@ def new(**changes: Any) -> BatchRequest:
         lambda b: b.append_tokens([0], [2**40]),
         lambda b: b.append_tokens([0], [1.5]),
         lambda b: b.append_tokens([0.5], [1]),
+        lambda b: b.append_tokens([0, 0], [1, 2]),
+        lambda b: b.append_tokens([0, 1], [1]),
+        lambda b: b.append_tokens([0], [1, 2]),
+        lambda b: b.append_tokens([0, 1], [[1, 2]]),
     ],
 )
 def test_a_batch_refuses_what_it_cannot_hold(device: torch.device, change: Change) -> None:
@@ -193,6 +198,25 @@ def test_a_batch_refuses_what_it_cannot_hold(device: torch.device, change: Chang
     assert batch_content(made) == before
     made.add([new()])
     assert made["num_tokens"][made.rows(["new"])].tolist() == [1]
+
+
+@pytest.mark.parametrize(
+    ("starts", "positions"),
+    [([0, 2, 5], 4), ([0, 4, 3], 4), ([1, 2, 3], 4), ([0, -1, 3], 4), ([0, 1, 2], 0)],
+)
+def test_tokens_that_have_no_position_are_refused_on_a_cpu(
+    starts: list[int], positions: int
+) -> None:
+    table = BlockTable(16, 4, 6, 8, torch.device("cpu"))
+    table.add_row([3, 4], 0)
+    table.add_row([5, 6], 1)
+    table.commit_block_table(2)
+    table.slot_mapping.fill_(7)
+    with pytest.raises(ValueError, match="does not share out"):
+        table.compute_slot_mapping(
+            2, torch.tensor(starts, dtype=torch.int32), torch.arange(positions)
+        )
+    assert table.slot_mapping.tolist() == [7] * 8
 
 
 def test_a_batch_may_be_told_nothing(device: torch.device) -> None:

@@ -13,7 +13,7 @@ from blocktable.prefix.sequence import TokenSequence, as_token_ids
 ALGORITHMS = sorted(KEY_BYTES)
 
 
-def keys(tokens, size=4, seed="s", algo="sha256", **extra) -> list[bytes]:
+def keys(tokens, size=4, seed: str | int = "s", algo="sha256", **extra) -> list[bytes]:
     made = TokenSequence(tokens, KeyHasher(algo, seed, [size]), size, **extra)
     return [key.tobytes() for key in list(made.keys())]
 
@@ -153,3 +153,18 @@ def test_unknown_algorithm() -> None:
         KeyHasher("md5", None, [4])
     with pytest.raises(RequestError, match="salt"):
         keys([1, 2], salt=5)
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("kind", [list, tuple])
+@pytest.mark.parametrize(
+    "bad", [True, False, np.True_, 1.0, 1.5, -1, 2**31, 2**70, "1", None, float("nan")]
+)
+def test_what_is_no_token_id_is_refused_with_and_without_the_helper(
+    bad: object, kind: type, compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not compiled:
+        monkeypatch.setattr("blocktable.prefix.sequence.load", lambda: None)
+    assert as_token_ids(kind([5, 1, 0])).tolist() == [5, 1, 0]
+    with pytest.raises(RequestError):
+        as_token_ids(kind([5, bad, 7]))
