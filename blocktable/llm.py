@@ -18,6 +18,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from blocktable.core.errors import RequestError
+from blocktable.engine.option_checks import check_names
 from blocktable.engine.options import EngineOptions
 from blocktable.engine.outputs import RequestOutput
 from blocktable.engine.params import SamplingParams
@@ -52,6 +53,7 @@ class LLM:
         from blocktable.engine.loader import begin
         from blocktable.engine.loader.collection import paused_collection
 
+        check_names(options, EngineOptions.__dataclass_fields__)
         chosen = EngineOptions(**options)
         self._count = 0
         self._inboxes: dict[str, deque[RequestOutput]] = {}  # of the calls that are open

@@ -106,7 +106,7 @@ def test_a_rank_that_cannot_start_is_an_error_of_the_constructor(tmp_path):
         (object(), {}, "not a model object"),
         ("x", {"kv_events": "tcp://*:5557", "enable_prefix_caching": False}, "the prefix cache"),
         ("x", {"num_draft_tokens": 1}, "num_draft_tokens 1 cannot be used"),
-        ("x", {"tensor_parallel_size": 0}, "tensor_parallel_size must be a positive integer"),
+        ("x", {"tensor_parallel_size": 0}, "tensor_parallel_size must be in \\[1, "),
     ],
 )
 def test_what_cannot_be_split_is_refused_before_anything_starts(model, options, message):

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
-from blocktable.attention.options import BACKENDS
 from blocktable.core.errors import ConfigError
+from blocktable.engine.option_checks import KINDS, checked
 from blocktable.sched.draft import DraftProposer
 
 
@@ -101,20 +101,8 @@ class EngineOptions:
     kv_events_replay: str | None = None
 
     def __post_init__(self) -> None:
-        for name in (
-            "block_size", "max_num_seqs", "max_num_batched_tokens", "tensor_parallel_size",
-            "context_parallel_size", "context_parallel_interleave",
-        ):  # fmt: skip
-            _positive(name, getattr(self, name))
-        for name in ("num_blocks", "memory_bytes", "max_model_len"):
-            if getattr(self, name) is not None:
-                _positive(name, getattr(self, name))
-        if not 0.0 < self.memory_share <= 1.0:
-            raise ConfigError(f"memory_share must be in (0, 1], got {self.memory_share!r}")
-        if not 0.0 < self.gpu_memory_utilization <= 1.0:
-            raise ConfigError(
-                f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization!r}"
-            )
+        for name in KINDS:
+            object.__setattr__(self, name, checked(name, getattr(self, name)))
         if not (self.device == "cpu" or self.device.split(":")[0] == "cuda"):
             raise ConfigError(f"device must be cpu or cuda, got {self.device!r}")
         self._check_attention()
@@ -134,11 +122,6 @@ class EngineOptions:
             )
 
     def _check_attention(self) -> None:
-        if self.attention_backend not in BACKENDS:
-            raise ConfigError(
-                f"attention_backend must be one of {', '.join(BACKENDS)}, got "
-                f"{self.attention_backend!r}"
-            )
         if self.attention_backend != "auto" and not self.on_gpu:
             raise ConfigError(
                 f"attention_backend {self.attention_backend!r} needs device cuda, got "
@@ -147,8 +130,11 @@ class EngineOptions:
 
     def _check_drafts(self) -> None:
         count = self.num_draft_tokens
-        if isinstance(count, bool) or not isinstance(count, int) or count < 0:
-            raise ConfigError(f"num_draft_tokens must be an integer >= 0, got {count!r}")
+        if self.draft_ngram_min > self.draft_ngram_max:
+            raise ConfigError(
+                f"draft_ngram_min {self.draft_ngram_min} is above draft_ngram_max "
+                f"{self.draft_ngram_max}"
+            )
         if self.proposer is not None and not count:
             raise ConfigError("a proposer needs num_draft_tokens >= 1, got 0")
         if count and self.async_steps:
@@ -175,8 +161,3 @@ class EngineOptions:
         """Steps that may be launched before the first of them is collected."""
         wanted = self.on_gpu and not self.num_draft_tokens
         return 2 if (wanted if self.async_steps is None else self.async_steps) else 1
-
-
-def _positive(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError(f"{name} must be a positive integer, got {value!r}")

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import json
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
+
+import numpy as np
 
 from blocktable.core.errors import RequestError
 from blocktable.prefix.hints import Retention
@@ -50,9 +53,12 @@ _INT64 = 2**63
 
 def _integer(name: str, value: object, low: int, high: int | None) -> int:
     """``value`` as an int in [low, high]; bools, floats and strings are refused."""
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise RequestError(f"{name} must be an integer, got {value!r}")
-    number = value.__index__()  # type: ignore[attr-defined]
+    try:
+        if isinstance(value, (bool, np.bool_)):
+            raise TypeError
+        number = operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise RequestError(f"{name} must be an integer, got {value!r}") from None
     if number < low or (high is not None and number > high):
         limit = f"in [{low}, {high}]" if high is not None else f"at least {low}"
         raise RequestError(f"{name} must be {limit}, got {number}")
@@ -62,10 +68,10 @@ def _integer(name: str, value: object, low: int, high: int | None) -> int:
 def _number(name: str, value: object, low: float, high: float, *, above_low: bool = False) -> float:
     """``value`` as a finite float in [low, high], or in (low, high] with ``above_low``."""
     try:
-        if isinstance(value, (bool, str, bytes)):
+        if isinstance(value, (bool, np.bool_, str, bytes)):
             raise TypeError
         number = float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise RequestError(f"{name} must be a number, got {value!r}") from None
     inside = math.isfinite(number) and low <= number <= high and not (above_low and number == low)
     if not inside:
@@ -75,9 +81,13 @@ def _number(name: str, value: object, low: float, high: float, *, above_low: boo
 
 
 def _token_list(name: str, value: object, limits: SamplingLimits) -> tuple[int, ...]:
-    if isinstance(value, (str, bytes, Mapping)) or not hasattr(value, "__iter__"):
-        raise RequestError(f"{name} must be a list of token ids, got {value!r}")
-    ids = tuple(_integer(f"{name}[{i}]", token, 0, 2**31 - 1) for i, token in enumerate(value))  # type: ignore[arg-type]
+    try:
+        if isinstance(value, (str, bytes, Mapping)):
+            raise TypeError
+        items = list(value)  # type: ignore[call-overload]
+    except TypeError:
+        raise RequestError(f"{name} must be a list of token ids, got {value!r}") from None
+    ids = tuple(_integer(f"{name}[{i}]", token, 0, 2**31 - 1) for i, token in enumerate(items))
     if len(ids) > limits.max_token_lists:
         raise RequestError(f"{name} has {len(ids)} entries, the limit is {limits.max_token_lists}")
     return ids
@@ -222,6 +232,8 @@ class SamplingParams:
         object.__setattr__(self, name, value)
 
     def _check_counts(self) -> None:
+        if not isinstance(self.limits, SamplingLimits):
+            raise RequestError(f"limits must be SamplingLimits, got {self.limits!r}")
         self._set("n", _integer("n", self.n, 1, self.limits.max_n))
         if self.max_tokens is not None:
             self._set("max_tokens", _integer("max_tokens", self.max_tokens, 1, None))
