@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -10,6 +11,7 @@ from blocktable.core.pool import BlockPool
 from blocktable.core.types import BlockIds, Counts, Keys, RowIds, TokenIds
 from blocktable.groups.base import Group, Ints
 from blocktable.prefix.index import PrefixIndex
+from blocktable.prefix.keys import KeySource
 from blocktable.prefix.rows import RowKeys
 from blocktable.prefix.sequence import TokenSequence
 
@@ -17,7 +19,7 @@ from blocktable.prefix.sequence import TokenSequence
 class StoredBlocks(NamedTuple):
     """Blocks that got a key. ``columns`` are block numbers in the rows' sequences; ``parents``
     uint8 [n, key_bytes] is the key of the block before (meaningless where the column is 0);
-    ``tokens`` int32 [n, block_size]."""
+    ``tokens`` int32 [n, block_size]; ``sources`` what else each key depends on, None = nothing."""
 
     group: int
     rows: RowIds
@@ -26,6 +28,7 @@ class StoredBlocks(NamedTuple):
     keys: Keys
     parents: Keys
     tokens: TokenIds
+    sources: Sequence[KeySource | None] = ()
 
 
 class RemovedBlocks(NamedTuple):
@@ -141,8 +144,10 @@ class KeyBook:
         before = np.maximum(column * ratio - 1, 0)
         parents = self.rows.keys[owner, before]
         tokens = self.rows.tokens[owner[:, None], column[:, None] * size + np.arange(size)]
-        event = StoredBlocks(group.group_id, owner, column, blocks, keys, parents, tokens)
-        sink.stored(event)
+        sources = [self.rows.sources[row] for row in owner.tolist()]
+        sink.stored(
+            StoredBlocks(group.group_id, owner, column, blocks, keys, parents, tokens, sources)
+        )
 
     def adopt(self, group: Group, sequence: TokenSequence, first: int, blocks: BlockIds) -> None:
         """Key owned blocks whose KV was computed elsewhere: blocks first, first + 1, ... of a
@@ -157,8 +162,9 @@ class KeyBook:
             tokens = sequence.tokens[first * size : stop * size].reshape(-1, size)
             rows = np.full(len(blocks), -1, np.int32)
             event = StoredBlocks(
-                group.group_id, rows, columns, blocks, keys[first:stop], parents, tokens
-            )
+                group.group_id, rows, columns, blocks, keys[first:stop], parents, tokens,
+                [sequence.source] * len(blocks),
+            )  # fmt: skip
             self.sink.stored(event)
 
     def withdraw(self, group: Group, rows: Ints, keep: Ints) -> BlockIds:

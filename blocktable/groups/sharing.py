@@ -130,4 +130,5 @@ class RowSharing(ABC):
         made = TokenSequence(tokens, self.keying, self.hash_block_size)
         if self.row_keys is not None:
             made.root, made.media = self.row_keys.roots[row], self.row_keys.media[row]
+            made.source = self.row_keys.sources[row]
         return made

@@ -108,6 +108,8 @@ class Stored(Protocol):
     def parents(self) -> Keys: ...  # uint8 [n, K]
     @property
     def tokens(self) -> NDArray: ...  # int32 [n, block_size]
+    @property
+    def sources(self) -> Sequence[Any]: ...  # [n] a KeySource or None, or none at all
 
 
 class Removed(Protocol):
@@ -161,16 +163,23 @@ class EventRecorder:
         edges = [0, *(np.flatnonzero(~follows) + 1).tolist(), len(keys)]
         group = int(event.group)
         fields = self._group_fields(group)
+        sources = event.sources or [None] * len(keys)
+        size = self._specs[group].block_size
+        extra = [
+            None if source is None else source.of_block(column * size, (column + 1) * size)
+            for source, column in zip(sources, columns.tolist(), strict=True)
+        ]
         for start, stop in pairwise(edges):
             self._events.append(
                 BlockStored(
                     block_hashes=hashes[start:stop],
                     parent_block_hash=above[start] if columns[start] > 0 else None,
                     token_ids=event.tokens[start:stop].ravel().tolist(),
-                    block_size=self._specs[group].block_size,
-                    lora_id=None,
+                    block_size=size,
+                    lora_id=None,  # adapters have names here, no numbers
                     medium=self._medium,
-                    lora_name=None,
+                    lora_name=_adapter_name(sources[start]),
+                    extra_keys=extra[start:stop],
                     **fields,
                 )
             )
@@ -192,6 +201,11 @@ class EventRecorder:
             return None
         events, self._events = self._events, []
         return EventBatch(time.time() if now is None else now, events, self._data_parallel_rank)
+
+
+def _adapter_name(source: Any) -> str | None:
+    adapter = None if source is None else source.adapter
+    return adapter.hex() if isinstance(adapter, bytes) else adapter
 
 
 class BlockCounter:

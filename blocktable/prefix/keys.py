@@ -52,6 +52,28 @@ class MediaItem(NamedTuple):
     identity: bytes | str
 
 
+class KeySource(NamedTuple):
+    """What a request's keys depend on beside its tokens, as the caller gave it."""
+
+    adapter: bytes | str | None
+    salt: bytes | str | None
+    media: tuple[MediaItem, ...]
+
+    def of_block(self, start: int, stop: int) -> tuple[Any, ...] | None:
+        """What of it concerns the block of positions start .. stop - 1: the adapter, each media
+        item in it with the item's offset from ``start``, and, in the first block, the salt. None
+        if nothing does."""
+        found: list[Any] = [] if self.adapter is None else [self.adapter]
+        found += [
+            (item.identity, item.offset - start)
+            for item in self.media
+            if item.offset < stop and item.offset + item.length > start
+        ]
+        if start == 0 and self.salt:
+            found.append(self.salt)
+        return tuple(found) or None
+
+
 def _as_bytes(name: str, value: bytes | str) -> bytes:
     if isinstance(value, str):
         return b"s" + value.encode()

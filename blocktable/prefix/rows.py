@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from blocktable.core.types import Counts, RowIds, TokenIds
-from blocktable.prefix.keys import KeyHasher, MediaItem, hash_blocks
+from blocktable.prefix.keys import KeyHasher, KeySource, MediaItem, hash_blocks
 from blocktable.prefix.sequence import TokenSequence
 
 
@@ -30,6 +30,7 @@ class RowKeys:
         self.num_hashed = np.zeros(max_rows, np.int32)
         self.roots: list[bytes] = [b""] * max_rows
         self.media: list[tuple[MediaItem, ...]] = [()] * max_rows
+        self.sources: list[KeySource | None] = [None] * max_rows
         self.hashers: list[Any] = [None] * max_rows
         self._has_media = np.zeros(max_rows, np.bool_)
         self.num_media = 0  # rows with media: their keys need Python
@@ -42,6 +43,7 @@ class RowKeys:
         self.keys[row, : len(keys)] = keys
         self.num_hashed[row] = len(keys)
         self.roots[row], self.media[row] = sequence.root, sequence.media
+        self.sources[row] = sequence.source
         if sequence.media:
             self._has_media[row] = True
             self.num_media = int(np.count_nonzero(self._has_media))
@@ -132,6 +134,7 @@ class RowKeys:
         self.num_media = int(np.count_nonzero(self._has_media))
         for row in dst.tolist():
             self.roots[row], self.media[row] = self.roots[src], self.media[src]
+            self.sources[row] = self.sources[src]
             self.hashers[row] = self.hashers[src].copy()
 
     def move(self, src: RowIds, dst: RowIds) -> None:
@@ -143,7 +146,7 @@ class RowKeys:
         gone = np.setdiff1d(src, dst)
         self.num_hashed[gone] = 0
         self._has_media[gone] = False
-        for held in (self.roots, self.media, self.hashers):
+        for held in (self.roots, self.media, self.sources, self.hashers):
             moved = [held[row] for row in src.tolist()]
             for row, value in zip(dst.tolist(), moved, strict=True):
                 held[row] = value

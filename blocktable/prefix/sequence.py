@@ -15,6 +15,7 @@ from blocktable.core.types import Keys, TokenIds
 from blocktable.prefix.keys import (
     MAX_TOKEN,
     KeyHasher,
+    KeySource,
     MediaItem,
     as_keys,
     check_media,
@@ -61,11 +62,12 @@ class TokenSequence:
     """Tokens, and everything else their KV depends on; keys are hashed when first asked for.
 
     It belongs to the request and outlives its rows: `extend` keeps what was hashed. ``tokens``
-    int32 [n]; ``root`` 32 bytes; ``media`` in order of offset.
+    int32 [n]; ``root`` 32 bytes; ``media`` in order of offset; ``source`` None where keys depend
+    on tokens alone.
     """
 
     __slots__ = ("_chunks", "_hasher", "_num_hashed", "block_size", "keying", "media", "root",
-                 "tokens")  # fmt: skip
+                 "source", "tokens")  # fmt: skip
 
     def __init__(
         self,
@@ -81,6 +83,9 @@ class TokenSequence:
         self.keying, self.block_size = keying, block_size
         self.media = check_media(media, len(self.tokens)) if media else ()
         self.root = b"" if keying is None else keying.root(salt, adapter)
+        self.source: KeySource | None = None
+        if salt is not None or adapter is not None or self.media:
+            self.source = KeySource(adapter, salt, tuple(self.media))
         self._hasher: Any = None
         self._chunks: list[bytes] = []
         self._num_hashed = 0

@@ -3,10 +3,12 @@
 Run with vLLM importable: ``python tests/parallel/make_recorded_frames.py``.
 """
 
+import ast
 import importlib.util
 import json
 import sys
 import types
+from collections.abc import Callable
 from pathlib import Path
 
 
@@ -40,6 +42,60 @@ def load_peer() -> types.ModuleType | None:
                 sys.modules.pop(name, None)
             else:
                 sys.modules[name] = old
+
+
+def load_extra_keys() -> Callable | None:
+    """vLLM's function that says what besides tokens a block's key depends on, taken out of its
+    module (which imports most of vLLM), or None where it is not installed."""
+    spec = importlib.util.find_spec("vllm")
+    if spec is None or spec.origin is None:
+        return None
+    path = Path(spec.origin).parent / "v1" / "core" / "kv_cache_utils.py"
+    if not path.is_file():
+        return None
+    tree = ast.parse(path.read_text())
+    wanted = [
+        node
+        for node in tree.body
+        if isinstance(node, ast.FunctionDef)
+        and (node.name.startswith("_gen_") or node.name == "generate_block_hash_extra_keys")
+    ]
+    scope = {"Request": object, "Any": object}
+    exec(compile(ast.Module(wanted, []), str(path), "exec"), scope)
+    return scope["generate_block_hash_extra_keys"]
+
+
+SOURCES = [
+    (None, None, []),
+    ("sql", None, []),
+    (None, "s", []),
+    ("sql", "s", [(2, 3, "img"), (5, 6, "pic")]),
+    (None, None, [(4, 4, "a"), (8, 1, "b"), (9, 3, "c")]),
+    (None, "", [(0, 16, "all")]),
+]
+"""Adapter, salt and media (offset, length, identity) of prompts of four blocks of four tokens."""
+
+
+def extra_keys(generate: Callable) -> list:
+    """The extra keys of SOURCES' blocks, by vLLM's function."""
+    made = []
+    for adapter, salt, media in SOURCES:
+        features = [
+            types.SimpleNamespace(
+                identifier=name, mm_position=types.SimpleNamespace(offset=offset, length=length)
+            )
+            for offset, length, name in media
+        ]
+        request = types.SimpleNamespace(
+            lora_request=types.SimpleNamespace(lora_name=adapter) if adapter else None,
+            cache_salt=salt, prompt_embeds=None, mm_features=features,
+        )  # fmt: skip
+        keys, at = [], 0
+        for start in range(0, 16, 4):
+            found, at = generate(request, start, start + 4, at)
+            keys.append(found)
+        made.append(keys)
+    return made
 
 
 def batches(events) -> list:

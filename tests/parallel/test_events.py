@@ -21,8 +21,10 @@ from blocktable.core.specs import (
     MambaSpec,
     SlidingWindowSpec,
 )
+from blocktable.manager import KVCacheManager
 from blocktable.parallel import events
 from blocktable.parallel.event_stream import EventPublisher, EventSubscriber, endpoint_of_rank
+from blocktable.prefix.keys import KeySource, MediaItem
 
 HERE = Path(__file__).parent
 SPEC = importlib.util.spec_from_file_location("recorded", HERE / "make_recorded_frames.py")
@@ -61,10 +63,53 @@ def test_the_peers_own_decoder_reads_ours_where_it_is_installed():
     assert type(cleared).__name__ == "AllBlocksCleared"
 
 
-def told(group, columns, keys, parents, tokens):
+EXTRA_KEYS = [  # what vLLM 0.25.1 gives for `recorded.SOURCES`
+    [None, None, None, None],
+    [("sql",), ("sql",), ("sql",), ("sql",)],
+    [("s",), None, None, None],
+    [("sql", ("img", 2), "s"), ("sql", ("img", -2), ("pic", 1)), ("sql", ("pic", -3)), ("sql",)],
+    [None, (("a", 0),), (("b", 0), ("c", 1)), None],
+    [(("all", 0),), (("all", -4),), (("all", -8),), (("all", -12),)],
+]
+
+
+def test_extra_keys_are_the_peers():
+    """Recorded, and asked again where the peer is installed."""
+    generate = recorded.load_extra_keys()
+    if generate is not None:
+        assert recorded.extra_keys(generate) == EXTRA_KEYS
+    for (adapter, salt, media), expected in zip(recorded.SOURCES, EXTRA_KEYS, strict=True):
+        source = KeySource(adapter, salt, tuple(MediaItem(*item) for item in media))
+        assert [source.of_block(at, at + 4) for at in range(0, 16, 4)] == expected
+
+
+def test_events_say_what_keys_depend_on_through_the_whole_cache():
+    """Adapter, salt and media of rows that are admitted, grow, fork and move."""
+    recorder = events.EventRecorder(config(1))
+    manager = KVCacheManager(config(1), max_num_rows=4, max_model_len=36, seed=0, sink=recorder)
+    media = [MediaItem(2, 5, b"\x01\x02")]
+    sequence = manager.sequence(np.arange(3, 13), salt="s", adapter="sql", media=media)
+    manager.admit(1, manager.find_hit(sequence), 10)
+    manager.append_tokens(np.array([1]), np.array([20]))
+    manager.allocate(np.array([1]), np.array([1]))
+    manager.append_tokens(np.array([1]), np.array([21]))
+    manager.allocate(np.array([1]), np.array([1]))
+    told = [e for e in recorder.take(0.0).events if isinstance(e, events.BlockStored)]
+    assert [e.lora_name for e in told] == ["sql", "sql"]
+    first = [("sql", (b"\x01\x02", 2), "s"), ("sql", (b"\x01\x02", -2))]
+    assert [e.extra_keys for e in told] == [first, [("sql",)]]
+    manager.release(np.array([1]))
+    plain = manager.sequence(np.arange(30, 40))
+    manager.admit(1, manager.find_hit(plain), 10)
+    (stored,) = recorder.take(0.0).events
+    assert (stored.lora_name, stored.extra_keys) == (None, [None, None])
+
+
+def told(group, columns, keys, parents, tokens, sources=()):
     return SimpleNamespace(
-        group=group, columns=np.array(columns), keys=keys, parents=parents, tokens=tokens
-    )
+        group=group, columns=np.array(columns), keys=keys, parents=parents, tokens=tokens,
+        sources=sources,
+    )  # fmt: skip
 
 
 def config(groups: int) -> KVCacheConfig:
