@@ -2,13 +2,14 @@
 # make test  installs into .venv and runs the whole test suite
 # make serve starts the server with the inspector at http://127.0.0.1:8000/inspect
 # make soak  random traffic over tiny pools for MINUTES (default 10); ends with every block free
+# make soak-http  the same for the server: mixed requests, hang-ups, errors, a real model
 
 PYTHON ?= python3
 MINUTES ?= 10
 BIN := .venv/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: run test serve soak check clean
+.PHONY: run test serve soak soak-http check clean
 
 run: .venv/installed
 	$(BIN)/blocktable generate smollm2 --prompts examples/prompts.jsonl
@@ -22,6 +23,9 @@ serve: .venv/installed
 
 soak: .venv/installed
 	$(BIN)/python -m blocktable.check.soak --minutes $(MINUTES)
+
+soak-http: .venv/installed
+	$(BIN)/python bench/serve_soak.py --minutes $(MINUTES)
 
 check: .venv/installed-dev
 	$(BIN)/ruff check .

@@ -33,6 +33,7 @@ _REFUSALS: dict[int | str, dict[str, Any]] = {
     400: {"description": "A field is wrong; the error names it and its limit"},
     401: {"description": "The API key is missing or wrong"},
     404: {"description": "No such model"},
+    408: {"description": "The body did not come in time"},
     413: {"description": "The body is larger than the limit"},
     422: {"description": "A field is wrong"},
     429: {"description": "The queue is full; Retry-After says when to come back"},
@@ -137,7 +138,11 @@ def _add_tokens(app: FastAPI, engine: Engine, reader: PromptReader, name: str) -
     @app.post("/detokenize", responses=_REFUSALS)
     async def detokenize(body: DetokenizeRequest) -> Response:
         """The text of token ids."""
-        vocab = engine.limits.vocab_size
+        vocab, most = engine.limits.vocab_size, engine.max_model_len
+        if len(body.tokens) > most:
+            raise ApiError(
+                400, f"tokens has {len(body.tokens)} entries, the limit is {most}", param="tokens"
+            )
         for i, token in enumerate(body.tokens):
             if not 0 <= token < vocab:
                 raise ApiError(
@@ -182,7 +187,7 @@ class _Gate:
         if refusal is not None:
             await respond(refusal)(scope, receive, send)
             return
-        await self._app(scope, _LimitedBody(receive, self._config.max_body_bytes), send)
+        await self._app(scope, _Body(receive, self._config), send)
 
     def _too_large(self) -> ApiError:
         return ApiError(413, _too_large(self._config.max_body_bytes))
@@ -209,15 +214,28 @@ def _too_large(limit: int) -> str:
     return f"the body must have at most {limit} bytes"
 
 
-class _LimitedBody:
-    """``receive`` that refuses a body of more than ``limit`` bytes while it comes."""
+class _Body:
+    """``receive`` that refuses, while it comes, a body that is too large or takes too long."""
 
-    def __init__(self, receive: Callable[[], Awaitable[Any]], limit: int) -> None:
-        self._receive, self._limit, self._read = receive, limit, 0
+    def __init__(self, receive: Callable[[], Awaitable[Any]], config: ServerConfig) -> None:
+        self._receive, self._limit, self._read = receive, config.max_body_bytes, 0
+        self._seconds = config.read_seconds
+        self._deadline: float | None = time.monotonic() + config.read_seconds
 
     async def __call__(self) -> Any:
-        message = await self._receive()
+        if self._deadline is None:  # all of it is here: what comes now is the client's leaving
+            return await self._receive()
+        try:
+            left = max(0.0, self._deadline - time.monotonic())
+            message = await asyncio.wait_for(self._receive(), left)
+        except asyncio.TimeoutError:
+            raise HTTPException(
+                408, f"the body must come within {self._seconds:g} seconds",
+                headers={"Connection": "close"},
+            ) from None  # fmt: skip
+        if not message.get("more_body", False):
+            self._deadline = None
         self._read += len(message.get("body", b""))
         if self._read > self._limit:
-            raise HTTPException(413, _too_large(self._limit))
+            raise HTTPException(413, _too_large(self._limit), headers={"Connection": "close"})
         return message

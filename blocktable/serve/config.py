@@ -27,7 +27,8 @@ class ServerConfig:
         sampling: limits of the sampling parameters.
         tool_call_parser: the form in which the model writes tool calls; "auto" takes the one that
             its chat template asks for, "none" reads none.
-        read_seconds: how long a client may take to send a request; then 408.
+        read_seconds: how long a client may take to send a request's head, and then its body (408).
+        max_head_bytes: largest head of a request; a larger one is answered 431.
         inspector: record table events and serve /inspect.
         ring_bytes: memory for recorded events, about; the oldest are dropped.
     """
@@ -44,13 +45,14 @@ class ServerConfig:
     sampling: SamplingLimits = field(default_factory=lambda: SamplingLimits(max_n=64))
     tool_call_parser: str = "auto"
     read_seconds: float = 30.0
+    max_head_bytes: int = 64 * 2**10
     inspector: bool = True
     ring_bytes: int = 32 * 2**20
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port must be in [0, 65535], got {self.port}")
-        for name in ("max_body_bytes", "max_prompts", "max_salt", "ring_bytes"):
+        for name in ("max_body_bytes", "max_head_bytes", "max_prompts", "max_salt", "ring_bytes"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.max_queue < 0:

@@ -120,7 +120,8 @@ class SeenRequest:
     started: float
     ended: float | None = None
     reason: str | None = None
-    source: Any = field(default=None, repr=False)
+    source: Any = field(default=None, repr=False)  # while it may still come back into a row
+    tokens: Any = field(default=(), repr=False)  # int32, once it has ended
 
     def as_json(self) -> dict[str, Any]:
         """Plain data for the page."""

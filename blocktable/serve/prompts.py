@@ -17,6 +17,15 @@ from blocktable.engine.params import check_prompt_ids
 from blocktable.serve.errors import ApiError
 
 T = TypeVar("T")
+_OWN_ARGUMENTS = frozenset(
+    {
+        "conversation", "tools", "chat_template", "tokenize", "sanitize_control_tokens", "padding",
+        "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask",
+        "tokenizer_kwargs",
+    }
+)  # fmt: skip
+"""Arguments of ``apply_chat_template`` that are not for clients: one that could set
+``chat_template`` would run a program of its own here."""
 
 
 class PromptReader:
@@ -24,6 +33,8 @@ class PromptReader:
 
     def __init__(self, engine: Engine, max_prompts: int) -> None:
         self._engine, self._max_prompts = engine, max_prompts
+        vocab = {} if engine.tokenizer is None else engine.tokenizer.get_vocab()
+        self._longest_token = max(16, max(map(len, vocab), default=0))  # characters
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="blocktable-tokenize")
 
     def close(self) -> None:
@@ -97,6 +108,12 @@ class PromptReader:
             raise ApiError(
                 400, f"{field} is not valid Unicode at character {error.start}", param=field
             ) from None
+        limit = self._engine.max_model_len * self._longest_token
+        if len(text) > limit:  # known without the seconds that tokenising it would take
+            raise ApiError(
+                400, f"{field} has {len(text)} characters, which are more than "
+                f"{self._engine.max_model_len} tokens; the limit is {limit}", param=field,
+            )  # fmt: skip
         ids = self.tokenizer(text, add_special_tokens=special)["input_ids"]
         return self._checked(ids, field)
 
@@ -110,6 +127,11 @@ class PromptReader:
         tokenizer = self.tokenizer
         if not getattr(tokenizer, "chat_template", None):
             raise ApiError(400, "this model has no chat template: use /v1/completions")
+        for name in options:
+            if name in _OWN_ARGUMENTS:
+                raise ApiError(
+                    400, f"chat_template_kwargs must not set {name}", param="chat_template_kwargs"
+                )
         try:
             text = tokenizer.apply_chat_template(
                 messages, tools=tools, tokenize=False, **{"add_generation_prompt": True, **options}

@@ -17,6 +17,7 @@ from blocktable.serve.errors import ApiError
 
 MAX_ID = 2**31 - 1
 MAX_TOOLS = 128
+MAX_MESSAGES = 10_000
 
 _PROMPT_SCHEMA = {
     "anyOf": [
@@ -249,7 +250,7 @@ class NamedTool(_Strict):
 class ChatCompletionRequest(SamplingFields):
     """``POST /v1/chat/completions``."""
 
-    messages: list[ChatMessage] = Field(min_length=1)
+    messages: list[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES)
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
@@ -266,7 +267,7 @@ class TokenizeRequest(_Strict):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[ChatMessage] | None = Field(None, min_length=1)
+    messages: list[ChatMessage] | None = Field(None, min_length=1, max_length=MAX_MESSAGES)
     add_special_tokens: bool = True
     return_token_strs: bool = False
 

@@ -202,6 +202,9 @@ class TableRecorder:
         seen = self.requests.get(number)
         if seen is not None:
             seen.ended, seen.reason, seen.row = now, reason, -1
+            if seen.source is not None and seen.source.finish_reason is not None:
+                # the request itself holds its texts and scores: keep its tokens alone
+                seen.tokens, seen.source = seen.source.tokens, None
         return number, reason
 
     def _count_hits(self, row: int) -> None:
@@ -275,7 +278,7 @@ class TableRecorder:
         manager = self._engine.manager
         if seen.row >= 0:
             return manager.tokens[seen.row, : int(manager.num_tokens[seen.row])].copy()
-        return seen.source.tokens
+        return seen.tokens if seen.source is None else seen.source.tokens
 
     def request(self, number: int) -> dict[str, Any] | None:
         """A request, its row block by block, and how much of it was hit."""

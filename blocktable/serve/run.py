@@ -23,6 +23,7 @@ def serve(
         import uvicorn
 
         from blocktable.serve.app import build_app
+        from blocktable.serve.connections import guarded_protocol
     except ImportError as error:
         raise ConfigError(
             f"the server needs the package {error.name}: pip install 'blocktable[serve]'"
@@ -42,8 +43,9 @@ def serve(
     print(f"serving {name} at http://{host}:{port}/v1", file=sys.stderr)
     if config.inspector:
         print(f"inspector at http://{host}:{port}/inspect", file=sys.stderr, flush=True)
+    http: Any = guarded_protocol(config.read_seconds, config.max_head_bytes)
     settings = uvicorn.Config(
-        app, log_level="warning", access_log=False, lifespan="on",
+        app, http=http, log_level="warning", access_log=False, lifespan="on",
         timeout_graceful_shutdown=max(1, round(config.drain_seconds)),
     )  # fmt: skip
     uvicorn.Server(settings).run(sockets=[listener])

@@ -16,6 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from blocktable import LLM
 from blocktable.serve.app import build_app
 from blocktable.serve.config import ServerConfig
+from blocktable.serve.connections import guarded_protocol
 
 CHROMIUM = os.environ.get("BLOCKTABLE_CHROMIUM") or shutil.which("chromium")
 
@@ -57,12 +58,14 @@ def make_llm(**options):
 class AppThread:
     """An application on a free port of 127.0.0.1, in a thread."""
 
-    def __init__(self, app):
+    def __init__(self, app, **options):
         self._socket = socket.socket()
         self._socket.bind(("127.0.0.1", 0))
         self.port = self._socket.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
-        made = uvicorn.Config(app, log_level="warning", lifespan="on", timeout_graceful_shutdown=1)
+        made = uvicorn.Config(
+            app, log_level="warning", lifespan="on", timeout_graceful_shutdown=1, **options
+        )
         self._server = uvicorn.Server(made)
         self._thread = threading.Thread(
             target=lambda: asyncio.run(self._server.serve(sockets=[self._socket])), daemon=True
@@ -94,7 +97,9 @@ class Server(AppThread):
     def __init__(self, llm, config):
         self.llm, self.config = llm, config
         self.app = build_app(llm.engine, config, "tiny")
-        super().__init__(self.app)
+        super().__init__(
+            self.app, http=guarded_protocol(config.read_seconds, config.max_head_bytes)
+        )
 
     @property
     def bridge(self):

@@ -1,5 +1,6 @@
 """What the inspector is told equals what the pool is, at every frame, in both directions."""
 
+import gc
 import io
 import json
 import threading
@@ -15,6 +16,7 @@ from blocktable import SamplingParams
 from blocktable.cli import run
 from blocktable.cli.inspect import RemoteState, view
 from blocktable.core.pool import EVICTABLE, FENCED, OWNED
+from blocktable.engine.tracking import Tracked
 from blocktable.serve import frames as f
 from blocktable.serve.recorder import TableRecorder
 from blocktable.serve.tree import prefix_tree
@@ -185,3 +187,19 @@ def test_the_terminal_shows_the_pool_and_follows_it(server, capsys):
         assert np.array_equal(state.codes, recorder.codes)
         console = Console(width=120, height=40, file=io.StringIO())
         console.print(view(state, 120, 40))
+
+
+def test_requests_that_ended_leave_their_tokens_only(server):
+    with httpx.Client(base_url=server.url, timeout=20) as http:
+        body = {"model": "tiny", "prompt": "gone soon", "max_tokens": 5, "n": 2, "logprobs": 3,
+                "ignore_eos": True}  # fmt: skip
+        for _ in range(5):
+            assert http.post("/v1/completions", json=body).status_code == 200
+        server.wait_idle()
+        http.get("/inspect/state")  # the last step is recorded by now
+        gc.collect()
+        # one may still be in the hands of the step loop
+        assert sum(isinstance(thing, Tracked) for thing in gc.get_objects()) <= 1
+        last = http.get("/inspect/state").json()["requests"][-1]
+        facts = http.get(f"/inspect/request/{last['number']}").json()
+        assert facts["text"].startswith("gone soon") and len(facts["text"]) > 9

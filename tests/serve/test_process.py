@@ -1,11 +1,14 @@
 """The server as a process: SIGTERM drains, a taken port is told before the model is loaded."""
 
+import contextlib
+import http.client
 import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 
@@ -28,9 +31,9 @@ def free_port():
         return sock.getsockname()[1]
 
 
-@pytest.fixture
-def process():
-    port = free_port()
+@contextlib.contextmanager
+def start(port):
+    """A server process that answers."""
     here = os.path.dirname(__file__)
     made = subprocess.Popen(
         [sys.executable, "-c", SERVER, here, str(port)], stderr=subprocess.PIPE, text=True
@@ -43,11 +46,20 @@ def process():
         except OSError:
             assert made.poll() is None, made.stderr.read()
             time.sleep(0.1)
-    yield made, port
-    if made.poll() is None:
-        made.kill()
-    made.wait()
-    made.stderr.close()
+    try:
+        yield made
+    finally:
+        if made.poll() is None:
+            made.kill()
+        made.wait()
+        made.stderr.close()
+
+
+@pytest.fixture
+def process():
+    port = free_port()
+    with start(port) as made:
+        yield made, port
 
 
 def test_sigterm_finishes_what_is_under_way_and_takes_nothing_new(process):
@@ -82,3 +94,42 @@ def test_a_taken_port_is_one_line_and_exit_code_2():
     assert done.returncode == 2
     assert f"cannot listen on 127.0.0.1:{port}" in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+def post(port, body, **how):
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{port}/v1/completions", json.dumps(body).encode(),
+        {"Content-Type": "application/json"},
+    )  # fmt: skip
+    return urllib.request.urlopen(request, timeout=60, **how)
+
+
+def test_after_kill_9_and_a_restart_only_what_was_in_flight_is_lost(process):
+    made, port = process
+    whole = {"model": "tiny", "prompt": "before", "max_tokens": 8, "temperature": 0}
+    before = json.load(post(port, whole))["choices"][0]["text"]
+    endless = {"model": "tiny", "prompt": "go", "max_tokens": 500, "ignore_eos": True, "n": 4,
+               "repetition_penalty": 1.1}  # fmt: skip
+    failed = []
+
+    def ask(stream):
+        try:
+            with post(port, {**endless, "stream": stream}) as answer:
+                text = answer.read().decode()
+            failed.append(stream and "[DONE]" not in text)
+        except (OSError, http.client.HTTPException):
+            failed.append(True)
+
+    clients = [threading.Thread(target=ask, args=(stream,)) for stream in (True, False) * 3]
+    for client in clients:
+        client.start()
+    time.sleep(0.5)
+    made.kill()
+    made.wait()
+    for client in clients:
+        client.join(timeout=20)
+    assert failed == [True] * 6  # each was told, by a broken connection
+    with start(port):  # the same port, at once
+        assert json.load(post(port, whole))["choices"][0]["text"] == before
+        state = json.load(urllib.request.urlopen(f"http://127.0.0.1:{port}/inspect/state"))
+        assert [r["ended"] is not None for r in state["requests"]] == [True]  # nothing came back
