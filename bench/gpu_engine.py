@@ -99,7 +99,7 @@ def run_all(llm: LLM, prompts: list[list[int]], params: list[SamplingParams]) ->
     return seconds
 
 
-def mixed(llm: LLM, vocab: int, scale: float) -> dict[str, Any]:
+def mixed(llm: LLM, vocab: int, scale: float, repeats: int) -> dict[str, Any]:
     draw = random.Random(0)
     prompts = [
         [draw.randint(0, 10000) % vocab for _ in range(draw.randint(100, 1024))] for _ in range(256)
@@ -108,7 +108,7 @@ def mixed(llm: LLM, vocab: int, scale: float) -> dict[str, Any]:
     prompts = [prompt[: max(1, int(len(prompt) * scale))] for prompt in prompts]
     params = [SamplingParams(max_tokens=n, temperature=0.6, ignore_eos=True) for n in lengths]
     seconds = []
-    for _ in range(4):
+    for _ in range(repeats):
         llm.engine.manager.reset_prefix_cache()
         seconds.append(run_all(llm, prompts, params))
     best = statistics.median(seconds[1:])
@@ -179,6 +179,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--scale", type=float, default=1.0, help="shrink lengths (smoke test)")
     parser.add_argument("--no-compile", action="store_true")
+    parser.add_argument("--repeats", type=int, default=4, help="of mixed; the first warms up")
     parser.add_argument("--start-only", action="store_true", help="stop at the first token")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
@@ -220,7 +221,11 @@ def main() -> None:
                                       max(16, int(128 * args.scale)))  # fmt: skip
                 print(name, batch, json.dumps(found[batch]), flush=True)
         else:
-            found = (mixed if name == "mixed" else prefix)(llm, vocab, args.scale)
+            found = (
+                mixed(llm, vocab, args.scale, args.repeats)
+                if name == "mixed"
+                else prefix(llm, vocab, args.scale)
+            )
             print(name, json.dumps(found), flush=True)
         record[name] = {"ours": found, "vllm 0.25.1": peer}
         print("  vllm 0.25.1", json.dumps(peer), flush=True)
