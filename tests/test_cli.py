@@ -75,3 +75,9 @@ def test_version_loads_no_torch():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("blocktable ")
+
+
+def test_without_a_command_the_help_is_shown_and_no_empty_error(capsys):
+    assert run([]) == 2
+    out, err = capsys.readouterr()
+    assert "Usage" in out + err and not err.rstrip().endswith("blocktable:")

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from blocktable.check.script import Operation, Script, ScriptConfig, ScriptError, read_script
+from blocktable.core.errors import BlocktableError
 from blocktable.core.specs import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -42,10 +44,23 @@ def run(script: Path, answers: Path) -> None:
 
 
 def replay(script: Script) -> Iterator[Answer]:
-    """The answers of a script, one an operation."""
-    machine = Replay(script.config, sum(op["op"] == "new" for op in script.operations))
+    """The answers of a script, one an operation. Raises ScriptError, naming the line, for an
+    operation that manager or scheduler refuse and for sizes that memory does not hold."""
+    with _named(script.places[0]):
+        machine = Replay(script.config, sum(op["op"] == "new" for op in script.operations))
     for i, operation in enumerate(script.operations):
-        yield machine.answer(i, operation)
+        with _named(script.places[i + 1]):
+            answer = machine.answer(i, operation)
+        yield answer
+
+
+@contextmanager
+def _named(place: str) -> Iterator[None]:
+    """Errors from within the block say where the script caused them."""
+    try:
+        yield
+    except (BlocktableError, MemoryError, ValueError) as error:  # NumPy: "array is too big"
+        raise ScriptError(f"{place}: {error}") from error
 
 
 class Replay:
@@ -184,7 +199,11 @@ class Replay:
     def _do_probe(self, operation: Operation) -> Answer:
         if not operation["tokens"]:
             return {"hit_tokens": 0}
-        sequence = self.manager.sequence(operation["tokens"], salt=operation.get("salt"))
+        manager = self.manager  # a probe may be longer than any request
+        sequence = TokenSequence(
+            operation["tokens"], manager.keying, manager.hash_block_size,
+            salt=operation.get("salt"),
+        )  # fmt: skip
         return {"hit_tokens": self._hit(sequence)}
 
     # -- state ----------------------------------------------------------------------------------

@@ -16,6 +16,8 @@ from blocktable.core.errors import BlocktableError
 
 Operation = dict[str, Any]
 
+_MOST = 2**31 - 1  # of every number: blocks, tokens and token ids are int32
+
 
 class ScriptError(BlocktableError, ValueError):
     """A script that cannot be run; names the line and the field."""
@@ -38,10 +40,11 @@ class ScriptConfig:
 
 @dataclass(frozen=True)
 class Script:
-    """A checked script."""
+    """A checked script. ``places`` says where the configuration and each operation stand."""
 
     config: ScriptConfig
     operations: tuple[Operation, ...]
+    places: tuple[str, ...]
 
 
 def read_script(path: str | Path) -> Script:
@@ -65,7 +68,8 @@ def parse_script(lines: Iterable[str], name: str = "script") -> Script:
     config = _check_config(*entries[0])
     for where, entry in entries[1:]:
         _check_operation(where, entry)
-    return Script(config, tuple(entry for _, entry in entries[1:]))
+    places = tuple(where for where, _ in entries)
+    return Script(config, tuple(entry for _, entry in entries[1:]), places)
 
 
 def _parse_object(where: str, line: str) -> Operation:
@@ -129,6 +133,8 @@ def _whole(where: str, entry: Operation, name: str, least: int) -> None:
     value = entry.get(name)
     if type(value) is not int or value < least:
         raise ScriptError(f"{where}: {name} must be an integer >= {least}, got {value!r}")
+    if value > _MOST:
+        raise ScriptError(f"{where}: {name} must be at most {_MOST}, got {value}")
 
 
 def _salt(where: str, entry: Operation) -> None:
@@ -140,5 +146,5 @@ def _tokens(where: str, tokens: Any, least: int) -> None:
     if not isinstance(tokens, list) or len(tokens) < least:
         raise ScriptError(f"{where}: tokens must be a list of at least {least} ids")
     for token in tokens:
-        if type(token) is not int or not 0 <= token < 2**31:
-            raise ScriptError(f"{where}: token id {token!r} is outside 0..{2**31 - 1}")
+        if type(token) is not int or not 0 <= token <= _MOST:
+            raise ScriptError(f"{where}: token id {token!r} is outside 0..{_MOST}")

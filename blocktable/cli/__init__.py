@@ -43,7 +43,8 @@ def run(arguments: Sequence[str] | None = None) -> int:
 
 def _fail(error: object, code: int) -> int:
     line = " ".join(str(error).split())
-    print(f"blocktable: {line}", file=sys.stderr)
+    if line:  # where no command was given, Typer has shown the help and has nothing to add
+        print(f"blocktable: {line}", file=sys.stderr)
     return code
 
 

@@ -54,6 +54,7 @@ CONFIG = {
     "op": "config", "num_blocks": 8, "block_size": 4, "caching": True, "max_model_len": 28,
     "budget": 64, "spec": "full", "window": None, "watermark": 0.0, "full_fit": False,
 }  # fmt: skip
+NEW = {"op": "new", "id": "a", "tokens": [1, 2], "max_tokens": 2}
 
 
 @pytest.mark.parametrize(
@@ -79,6 +80,14 @@ CONFIG = {
         ),
         ([CONFIG, {"op": "probe", "tokens": [1], "salt": 4}], "salt must be a string or null"),
         ([CONFIG, {"op": "sample", "tokens": [1]}], "tokens must map request ids"),
+        *(
+            ([{**CONFIG, name: 10**20}], f"line 1: {name} must be at most 2147483647")
+            for name in ("num_blocks", "block_size", "max_model_len", "budget")
+        ),
+        ([{**CONFIG, "spec": "swa", "window": 10**20}], "window must be at most 2147483647"),
+        ([CONFIG, {**NEW, "max_tokens": 10**20}], "line 2: max_tokens must be at most"),
+        ([CONFIG, NEW, {"op": "step"}, NEW], "line 4: request id 'a' is in use"),
+        ([CONFIG, {**NEW, "tokens": [1] * 29}], "line 2: .*29"),
     ],
 )
 def test_broken_scripts_are_refused_with_the_line(
@@ -99,3 +108,27 @@ def test_missing_script_and_unwritable_answers(tmp_path: Path) -> None:
     script.write_text(json.dumps(CONFIG))
     with pytest.raises(ScriptError, match="cannot write answers"):
         run(script, tmp_path / "no" / "folder.jsonl")
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_a_probe_may_be_longer_than_any_request(caching: bool) -> None:
+    ids = list(range(40))
+    script = [
+        {**CONFIG, "caching": caching}, {**NEW, "tokens": ids[:27], "salt": None}, {"op": "step"},
+        {"op": "probe", "tokens": ids, "salt": None}, {"op": "probe", "tokens": [], "salt": None},
+    ]  # fmt: skip
+    found = list(replay(parse_script([json.dumps(line) for line in script])))
+    assert found == list(run_naive(script))
+    assert found[2]["result"] == {"hit_tokens": 24 if caching else 0}
+
+
+@pytest.mark.parametrize("error", [MemoryError("59 GiB"), ValueError("array is too big")])
+def test_sizes_that_memory_does_not_hold_are_one_error(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr("blocktable.check.replay.KVCacheManager", refuse)
+    with pytest.raises(ScriptError, match=f"script, line 1: {error}"):
+        list(replay(parse_script([json.dumps(CONFIG)])))
