@@ -14,7 +14,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from blocktable.core.errors import RowError
 from blocktable.core.geometry import SlotGeometry
-from blocktable.core.table import HostTable
+from blocktable.core.table import HostTable, whole_numbers
+from blocktable.core.types import BlockIds
 from blocktable.device.gather import RowGather
 from blocktable.device.group_table import BlockTable, PreparedRows, exchange, own_rows
 from blocktable.device.row_sources import SplitRows
@@ -201,6 +202,30 @@ class MultiGroupBlockTable:
         for host in self._hosts():
             host.clear()
         self._commit()
+
+    # -- what a pool is asked for and given back --------------------------------------------------
+
+    def blocks_needed(self, rows: ArrayLike, num_tokens: ArrayLike) -> list[NDArray[np.int64]]:
+        """Manager blocks that each of ``rows`` lacks to hold ``num_tokens[i]`` tokens, [n],
+        one array a group (what `append_rows` takes as counts). RowError for what is no row."""
+        where, tokens = np.asarray(rows), np.asarray(num_tokens)
+        self.block_tables[0]._check_rows(whole_numbers("row numbers", where))
+        missing = []
+        for table in self.block_tables:
+            held = table.num_blocks_per_row[where] // table.blocks_per_kv_block
+            missing.append(np.maximum(-(-tokens // table.geometry.span) - held, 0))
+        return missing
+
+    def held_blocks(self, rows: ArrayLike) -> list[BlockIds]:
+        """Manager blocks of these rows, null entries left out, one array a group: row by row, each
+        row's last block first, as `BlockPool.release` wants them. RowError for what is no row."""
+        where = whole_numbers("row numbers", rows)
+        self.block_tables[0]._check_rows(where)
+        none = [np.zeros(0, np.int32)]
+        return [
+            np.concatenate(none + [table.block_ids(row)[::-1] for row in where.tolist()])
+            for table in self.block_tables
+        ]
 
     # -- device side ----------------------------------------------------------------------------
 

@@ -116,6 +116,12 @@ class BlockTable:
         """int32 [max_num_reqs]: entries (kernel blocks) in each row. Read only."""
         return self._source.counts
 
+    def block_ids(self, row: int) -> BlockIds:
+        """Manager blocks of a row, in order, null entries left out."""
+        k = self.blocks_per_kv_block
+        first = self.get_numpy_array()[row, : self.num_blocks_per_row[row] : k]
+        return first[first != 0] // k
+
     @property
     def host_rows(self) -> HostTable:
         """The host table behind it, for bulk operations without checks of their own; RowError

@@ -136,6 +136,22 @@ class InputBatch:
         """Prompt and output token ids of a row, a view."""
         return self.token_ids[self["token_line"][row], : self["num_tokens"][row]]
 
+    def uncomputed(self, rows: ArrayLike) -> NDArray[np.int64]:
+        """Tokens of each of these rows that are known but not computed, [n]."""
+        where = self._check_occupied(rows)
+        return self["num_tokens"][where] - self["num_computed_tokens"][where]
+
+    def next_tokens(self, rows: ArrayLike, counts: ArrayLike) -> TokenIds:
+        """The first ``counts[i]`` uncomputed tokens of ``rows[i]``, row after row: a step's input
+        ids, int32 [sum(counts)]. RowError where a row has fewer, or is free."""
+        where, counts = self._check_occupied(rows), whole_numbers("counts", counts)
+        known = self.uncomputed(where)
+        if len(counts) != len(where) or (counts < 0).any() or (counts > known).any():
+            raise RowError(f"rows {where.tolist()} do not have {counts.tolist()} tokens to compute")
+        first = self["num_computed_tokens"][where] - (np.cumsum(counts) - counts)
+        position = np.repeat(first, counts) + np.arange(int(counts.sum()))
+        return self.token_ids[np.repeat(self["token_line"][where], counts), position]
+
     # -- columns --------------------------------------------------------------------------------
 
     def add_column(

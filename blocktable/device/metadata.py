@@ -114,6 +114,14 @@ def step_metadata(table: MultiGroupBlockTable, step: StepInputs) -> list[CommonA
     )  # fmt: skip
 
 
+def prepare_step(table: MultiGroupBlockTable, step: StepInputs) -> list[CommonAttentionMetadata]:
+    """Everything a staged step needs of the tables: changes uploaded, slots mapped, and what each
+    group's kernels are told. Not for inside a captured graph: an upload depends on what changed."""
+    table.commit_block_table(step.rows.shape[0])
+    table.compute_slot_mapping(step.rows.shape[0], step.query_start_loc, step.positions, step.rows)
+    return step_metadata(table, step)
+
+
 class AttentionMetadataBuilder(Protocol[Metadata]):
     """Shapes a step for one back end. One builder serves every group of one spec."""
 

@@ -182,3 +182,23 @@ def test_sampling_columns_default_when_unset(device: torch.device) -> None:
     for name, empty in REAL_COLUMNS:
         assert batch[name][0] == np.float32(empty)
     assert batch["max_tokens"][0] == -1 and "a" in batch and "b" not in batch
+
+
+def test_next_tokens_are_the_uncomputed_ones_in_order() -> None:
+    table = MultiGroupBlockTable(4, 32, 64, "cpu", [4])
+    batch = InputBatch(4, 32, table)
+    prompts = [list(range(10 * i, 10 * i + 5 + i)) for i in range(4)]
+    batch.add(
+        [BatchRequest(i, prompt, [[]], num_computed_tokens=i) for i, prompt in enumerate(prompts)]
+    )
+    batch.remove([0])
+    batch.condense()  # request 3 is row 0 now, its token line stays
+    rows = batch.rows([3, 1, 2])
+    assert batch.uncomputed(rows).tolist() == [5, 5, 5]
+    counts = [2, 0, 5]
+    expected = prompts[3][3:5] + prompts[2][2:7]
+    assert batch.next_tokens(rows, counts).tolist() == expected
+    assert batch.next_tokens([], []).tolist() == []
+    for bad_rows, bad_counts in (([0], [6]), ([0], [-1]), ([3], [1]), ([0, 1], [1]), ([0], [1.5])):
+        with pytest.raises(RowError):
+            batch.next_tokens(bad_rows, bad_counts)

@@ -280,3 +280,24 @@ def test_clear_resets_counts_and_device(device: torch.device) -> None:
     assert not table.get_device_tensor().cpu().any()
     table.append_row([9], 1)
     assert table.get_numpy_array()[1, 0] == 9 and table.num_blocks_per_row[1] == 1
+
+
+@pytest.mark.parametrize("kernel", [None, [8, 16]])
+@pytest.mark.parametrize("world", [1, 2])
+def test_what_a_pool_is_asked_for_and_given_back(kernel: list[int] | None, world: int) -> None:
+    table = MultiGroupBlockTable(4, 640, 64, "cpu", [16, 32], kernel, cp_world_size=world)
+    table.append_rows([1, 3], [[2, 1], [1, 0]], [[5, 7, 9], [6]])
+    lens = np.array([16 * world, 33 * world, 1, 0])
+    need = table.blocks_needed([0, 1, 2, 3], lens)
+    assert [n.tolist() for n in need] == [[1, 1, 1, 0], [1, 1, 1, 0]]
+    table.append_rows([0, 1, 2, 3], need, [[11, 12, 13], [21, 22, 23]])
+    assert not any(n.any() for n in table.blocks_needed([0, 1, 2, 3], lens))
+    held = table.held_blocks([3, 1])
+    assert [ids.tolist() for ids in held] == [[9, 12, 7, 5], [22, 6]]
+    assert [ids.tolist() for ids in table.held_blocks(2)] == [[13], [23]]
+    assert [len(ids) for ids in table.held_blocks([])] == [0, 0]
+    for bad in ([4], [-1], [1.5], ["a"]):
+        with pytest.raises(RowError):
+            table.held_blocks(bad)
+        with pytest.raises(RowError):
+            table.blocks_needed(bad, [3])
