@@ -58,9 +58,10 @@ def make_llm(**options):
 class AppThread:
     """An application on a free port of 127.0.0.1, in a thread."""
 
-    def __init__(self, app, **options):
+    def __init__(self, app, port=0, **options):
         self._socket = socket.socket()
-        self._socket.bind(("127.0.0.1", 0))
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._socket.bind(("127.0.0.1", port))
         self.port = self._socket.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         made = uvicorn.Config(
@@ -94,11 +95,11 @@ def run_app(app):
 class Server(AppThread):
     """A running server and what the tests look at."""
 
-    def __init__(self, llm, config):
+    def __init__(self, llm, config, port=0):
         self.llm, self.config = llm, config
         self.app = build_app(llm.engine, config, "tiny")
         super().__init__(
-            self.app, http=guarded_protocol(config.read_seconds, config.max_head_bytes)
+            self.app, port, http=guarded_protocol(config.read_seconds, config.max_head_bytes)
         )
 
     @property
@@ -118,8 +119,8 @@ class Server(AppThread):
 
 
 @contextlib.contextmanager
-def running(config=None, **options):
-    server = Server(make_llm(**options), config or ServerConfig(port=0)).start()
+def running(config=None, port=0, **options):
+    server = Server(make_llm(**options), config or ServerConfig(port=0), port).start()
     try:
         yield server
     finally:

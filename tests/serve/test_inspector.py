@@ -199,7 +199,7 @@ def test_requests_that_ended_leave_their_tokens_only(server):
         http.get("/inspect/state")  # the last step is recorded by now
         gc.collect()
         # one may still be in the hands of the step loop
-        assert sum(isinstance(thing, Tracked) for thing in gc.get_objects()) <= 1
+        assert sum(type(thing) is Tracked for thing in gc.get_objects()) <= 1
         last = http.get("/inspect/state").json()["requests"][-1]
         facts = http.get(f"/inspect/request/{last['number']}").json()
         assert facts["text"].startswith("gone soon") and len(facts["text"]) > 9

@@ -106,31 +106,106 @@ def test_requests_and_tree_are_listed(page):
     picture(page, "inspector-tree")
 
 
-def test_a_hundred_thousand_blocks_stay_smooth(page):
-    milliseconds = page.evaluate("""() => new Promise((done) => {
-        const S = inspector.S, n = 100000;
-        inspector.setLive(false);
-        S.codes = new Int32Array(n).map((_, i) => (i % 5) | (1 << 3) | ((i % 64) << 11));
-        S.frames = []; S.cursor = 0;
-        for (let k = 0; k < 120; k++) {
-            const b = [];
-            for (let i = 1; i < 300; i++) {
-                const block = (k * 811 + i * 331) % n;
-                b.push(block, S.codes[block], 3 | (1 << 3) | (k << 11));
-            }
-            const c = [9, 9, 9, 0, 1, 0, 5, 5, 0, 0];
-            S.frames.push({ n: k, s: k, t: k, d: 0.01, k: 1, b, c, a: [], e: [] });
+SMOOTH = """() => new Promise((done) => {
+    const S = inspector.S, n = 100000;
+    inspector.setLive(false);
+    S.codes = new Int32Array(n).map((_, i) => (i % 5) | (1 << 3) | ((i % 64) << 11));
+    S.frames = []; S.cursor = 0;
+    for (let k = 0; k < 120; k++) {
+        const b = [];
+        for (let i = 1; i < 300; i++) {
+            const block = (k * 811 + i * 331) % n;
+            b.push(block, S.codes[block], 3 | (1 << 3) | (k << 11));
         }
-        inspector.layout();
-        let frames = 0;
+        const c = [9, 9, 9, 0, 1, 0, 5, 5, 0, 0];
+        S.frames.push({ n: k, s: k, t: k, d: 0.01, k: 1, b, c, a: [], e: [] });
+    }
+    inspector.layout();
+    const map = document.getElementById("map"), box = map.getBoundingClientRect();
+    const times = [], own = [];
+    let frames = 0, last = performance.now();
+    function tick(now) {
+        times.push(now - last); last = now;
         const begin = performance.now();
-        function tick() {
-            inspector.moveTo(S.cursor + 1);
-            if (++frames < 120) requestAnimationFrame(tick);
-            else done((performance.now() - begin) / frames);
+        inspector.moveTo(S.cursor + 1);
+        map.dispatchEvent(new MouseEvent("mousemove", { clientX: box.left + frames * 3,
+                                                        clientY: box.top + frames * 2 }));
+        own.push(performance.now() - begin);
+        if (++frames < 120) requestAnimationFrame(tick);
+        else {
+            const middle = (list) => list.sort((a, b) => a - b)[list.length >> 1];
+            done([middle(times), middle(own), inspector.drawing()]);
         }
-        setTimeout(() => requestAnimationFrame(tick), 300);
-    })""")
+    }
+    setTimeout(() => requestAnimationFrame(tick), 300);
+})"""
+
+
+def test_a_hundred_thousand_blocks_stay_smooth(page):
+    """Scrubbing and hovering. The page's own work must leave room in a frame of 60 a second; how
+    often a headless browser without a GPU shows frames says more about the machine."""
+    frame, moving, drawing = page.evaluate(SMOOTH)
     picture(page, "inspector-100k")
-    print(f"{milliseconds:.1f} ms a frame at 100,000 blocks")
-    assert milliseconds < 100
+    print(f"{frame:.1f} ms a frame; moving {moving:.2f} ms, drawing {drawing:.2f} ms")
+    assert frame < 100
+    assert moving + drawing < 16
+
+
+def test_running_requests_come_before_those_that_ended(page):
+    page.wait_for_selector(".req")
+    gone = page.evaluate("[...document.querySelectorAll('.req')].map(r => r.matches('.gone'))")
+    assert gone == sorted(gone)
+
+
+CORNER = """() => {
+    const map = document.getElementById("map"), context = map.getContext("2d");
+    return Array.from(context.getImageData(map.width - 1, map.height - 1, 1, 1).data);
+}"""
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [360, 1440])
+def test_it_fits_a_narrow_window_in_either_scheme(browser, busy, scheme, width):
+    made = browser.new_page(viewport={"width": width, "height": 800}, color_scheme=scheme)
+    made.goto(f"{busy.url}/inspect")
+    made.wait_for_function("inspector.S.frames.length > 3")
+    made.wait_for_timeout(400)
+    assert made.evaluate("document.documentElement.scrollWidth") <= width
+    back = made.evaluate("getComputedStyle(document.body).backgroundColor")
+    bright = sum(int(part) for part in back[4:-1].split(",")) > 384
+    assert bright == (scheme == "light")
+    image = made.evaluate(CORNER)
+    assert (sum(image[:3]) > 384) == bright  # the map follows the scheme, too
+    picture(made, f"inspector-{scheme}-{width}")
+    made.close()
+
+
+def test_a_click_is_not_lost_while_the_list_is_drawn_anew(page):
+    page.wait_for_selector(".req")
+    page.hover(".req >> nth=0")
+    page.mouse.down()
+    page.evaluate("inspector.S.dirty = true")
+    page.wait_for_timeout(600)  # several drawings
+    page.mouse.up()
+    page.wait_for_selector("#detail table")
+    assert "prompt" in page.text_content("#detail")
+
+
+def test_a_server_that_restarts_is_found_again(browser):
+    with running(ServerConfig(port=0)) as first:
+        page = browser.new_page(viewport={"width": 900, "height": 700})
+        page.goto(f"{first.url}/inspect")
+        page.wait_for_function("document.getElementById('status').textContent === 'connected'")
+        assert "No requests yet." in page.text_content("#requests")
+        ask(first, ["one", "two"], 8)
+        page.wait_for_function("document.querySelectorAll('.req').length === 2")
+        port = first.port
+    page.wait_for_function("document.getElementById('status').textContent.includes('lost')")
+    with running(ServerConfig(port=0), port=port, num_blocks=300) as second:
+        ask(second, ["three"], 8)
+        page.wait_for_function(
+            "document.getElementById('status').textContent === 'connected'", timeout=20_000
+        )
+        page.wait_for_function("document.querySelectorAll('.req').length === 1")
+        assert "299 blocks" in page.text_content("#model")
+    page.close()

@@ -4,7 +4,7 @@
    one pixel a block into an image and scaled up, so 100,000 blocks cost what 100 cost. */
 
 const KINDS = ["free", "cached", "fenced", "owned", "shared"];
-const COLOURS = { free: "#262d39", cached: "#5b6b85", fenced: "#e8893a", shared: "#f4f1e6", none: "#12151b" };
+const COLOURS = {}; // of the page's scheme, from its style sheet
 const MAX_FRAMES = 20000;
 const $ = (id) => document.getElementById(id);
 const key = new URLSearchParams(location.search).get("key");
@@ -23,7 +23,14 @@ function toRgb(h, s, l) {
   return [f(0), f(8), f(4)];
 }
 const parse = (hex) => [1, 3, 5].map((i) => parseInt(hex.slice(i, i + 2), 16));
-const FIXED = KINDS.map((kind) => parse(COLOURS[kind] || "#000000"));
+let FIXED = [];
+function readColours() {
+  const style = getComputedStyle(document.documentElement);
+  for (const name of ["free", "cached", "fenced", "shared", "owned", "back", "panel", "cursor"]) COLOURS[name] = style.getPropertyValue("--" + name).trim();
+  FIXED = KINDS.map((kind) => parse(COLOURS[kind]));
+}
+readColours();
+matchMedia("(prefers-color-scheme: light)").addEventListener("change", () => { readColours(); layout(); });
 const owners = new Map();
 function ownerRgb(number) {
   let rgb = owners.get(number);
@@ -64,23 +71,23 @@ function layout() {
 }
 function paint(block) {
   const at = block * 4, data = image.data;
-  const rgb = block < S.codes.length && block !== 0 ? rgbOf(S.codes[block]) : parse(COLOURS.none);
+  const rgb = block < S.codes.length && block !== 0 ? rgbOf(S.codes[block]) : parse(COLOURS.back);
   data[at] = rgb[0]; data[at + 1] = rgb[1]; data[at + 2] = rgb[2]; data[at + 3] = 255;
 }
 function drawMap() {
   const ctx = map.getContext("2d"), cell = S.cell;
   off.getContext("2d").putImageData(image, 0, 0);
   ctx.imageSmoothingEnabled = false;
-  ctx.fillStyle = "#1a1f28"; ctx.fillRect(0, 0, map.width, map.height);
+  ctx.fillStyle = COLOURS.panel; ctx.fillRect(0, 0, map.width, map.height);
   ctx.drawImage(off, 0, 0, S.columns * cell, S.rows * cell);
   if (cell >= 4) {
-    ctx.fillStyle = "#1a1f28";
+    ctx.fillStyle = COLOURS.panel;
     for (let x = 0; x <= S.columns; x++) ctx.fillRect(x * cell, 0, 1, S.rows * cell);
     for (let y = 0; y <= S.rows; y++) ctx.fillRect(0, y * cell, S.columns * cell, 1);
   }
   if (cell >= 14) labels(ctx);
   for (const block of S.chosen >= 0 ? [S.chosen] : []) {
-    ctx.strokeStyle = "#ffffff"; ctx.lineWidth = 2;
+    ctx.strokeStyle = COLOURS.cursor; ctx.lineWidth = 2;
     ctx.strokeRect((block % S.columns) * cell, Math.floor(block / S.columns) * cell, Math.max(cell, 4), Math.max(cell, 4));
   }
 }
@@ -88,7 +95,7 @@ function labels(ctx) {
   ctx.font = `${Math.floor(S.cell * 0.5)}px system-ui`; ctx.textAlign = "center"; ctx.textBaseline = "middle";
   for (let b = 1; b < S.codes.length; b++) {
     if (kindOf(S.codes[b]) !== 4) continue;
-    ctx.fillStyle = "#10131a";
+    ctx.fillStyle = ink(FIXED[4]);
     ctx.fillText(refsOf(S.codes[b]), ((b % S.columns) + 0.5) * S.cell, (Math.floor(b / S.columns) + 0.5) * S.cell);
   }
 }
@@ -131,8 +138,9 @@ function moveTo(position) { // the state after frames[0 .. position - 1]
 function add(frames) {
   for (const frame of frames) { S.frames.push(frame); index(frame); gap(frame); }
   if (S.live) moveTo(S.frames.length);
-  if (S.frames.length > MAX_FRAMES && S.live) {
-    const drop = S.frames.length - MAX_FRAMES;
+  const drop = S.frames.length - MAX_FRAMES;
+  if (drop > 0 && (S.live || drop > MAX_FRAMES)) { // a paused page keeps twice as many
+    if (S.cursor < drop) moveTo(drop);
     S.frames.splice(0, drop); S.cursor -= drop;
   }
   S.dirty = true;
@@ -152,10 +160,9 @@ function current() { return S.frames[S.cursor - 1]; }
 function drawNumbers(counts) {
   const usable = S.codes.length - 1, frame = current();
   $("legend").innerHTML = "";
-  const rows = [["owned", "#6f9bd6"], ["shared", COLOURS.shared], ["cached", COLOURS.cached], ["fenced", COLOURS.fenced], ["free", COLOURS.free]];
-  for (const [kind, colour] of rows) {
+  for (const kind of ["owned", "shared", "cached", "fenced", "free"]) {
     const span = document.createElement("span"), mark = document.createElement("i");
-    mark.style.background = colour; span.append(mark, `${kind === "owned" ? "owned (a colour a request)" : kind} ${counts[KINDS.indexOf(kind)].toLocaleString("en")}`);
+    mark.style.background = COLOURS[kind]; span.append(mark, `${kind === "owned" ? "owned (a colour a request)" : kind} ${counts[KINDS.indexOf(kind)].toLocaleString("en")}`);
     $("legend").append(span);
   }
   $("scrub").max = S.frames.length; $("scrub").value = S.cursor;
@@ -178,7 +185,7 @@ function drawRequests(held) {
   const at = current() ? current().n : 0, rows = [];
   for (const r of S.requests.values()) {
     if (r.from !== undefined && r.from > at) continue;
-    const gone = r.to !== undefined && r.to <= at || r.ended && r.to === undefined;
+    const gone = Boolean(r.to !== undefined ? r.to <= at : r.ended);
     rows.push([gone, r]);
   }
   rows.sort((a, b) => a[0] - b[0] || b[1].number - a[1].number);
@@ -209,12 +216,12 @@ function chart(id, series, options) {
       ctx.fillStyle = s.colour; ctx.fillRect(x, base - h, w, h); base -= h;
     }
   }
-  ctx.fillStyle = "#ffffff"; ctx.fillRect((S.cursor - 1 - first) / count * width, 0, 1.5, height);
+  ctx.fillStyle = COLOURS.cursor; ctx.fillRect((S.cursor - 1 - first) / count * width, 0, 1.5, height);
   canvas.dataset.first = first; canvas.dataset.count = count;
 }
 function drawCharts() {
   const usable = S.codes.length - 1, frame = current();
-  chart("use", [{ of: (f) => f.c[0], colour: "#6f9bd6" }, { of: (f) => f.c[3], colour: COLOURS.fenced }, { of: (f) => f.c[2], colour: COLOURS.cached }], { top: usable });
+  chart("use", [{ of: (f) => f.c[0], colour: COLOURS.owned }, { of: (f) => f.c[3], colour: COLOURS.fenced }, { of: (f) => f.c[2], colour: COLOURS.cached }], { top: usable });
   chart("tok", [{ of: (f) => f.c[7] / f.k, colour: "#57c785" }, { of: (f) => Math.max(0, f.c[6] - f.c[7]) / f.k, colour: "#b48ead" }], {});
   chart("hit", [{ of: (f) => f.c[8], colour: COLOURS.shared }, { of: (f) => f.c[9] * 20, colour: "#ff7b72" }], {});
   chart("time", [{ of: (f) => f.d / f.k, colour: "#d6b35a" }], {});
@@ -224,19 +231,22 @@ function drawCharts() {
   $("hitvalue").textContent = `${frame.c[8]} tokens hit, ${frame.c[9]} preempted`;
   $("timevalue").textContent = `${(frame.d / frame.k * 1000).toFixed(1)} ms`;
 }
-let lastPanels = 0;
+let lastPanels = 0, pressed = false;
+let drawing = 0; // milliseconds that the last drawings took, smoothed
 function tick(now) {
   if (S.dirty && image) {
     S.dirty = false;
+    const begin = performance.now();
     drawMap();
     if (now - lastPanels > 180) { panels(); lastPanels = now; } else setTimeout(() => { S.dirty = true; }, 200);
+    drawing += 0.1 * (performance.now() - begin - drawing);
   }
   requestAnimationFrame(tick);
 }
 function panels() {
   const [counts, held] = census();
   drawNumbers(counts); drawCharts();
-  if (S.tab === "requests") drawRequests(held);
+  if (S.tab === "requests" && !pressed) drawRequests(held);
 }
 
 /* ---- details ---- */
@@ -278,7 +288,7 @@ async function showRequest(number) {
   if (!answer.ok) { $("detail").innerHTML = '<p class="hint">This request is no longer remembered.</p>'; return; }
   const f = await answer.json(), hit = Math.floor(f.cached / S.blockSize);
   const rows = f.rows.map((row, g) => `<p class="hint">${f.rows.length > 1 ? `group ${g}: ` : ""}row ${f.row}, ${row.length} blocks</p><div class="row">` +
-    row.map((b, i) => `<span data-block="${b}" title="entry ${i}: ${escape(describe(S.codes[b]))}" style="background:${i < hit ? COLOURS.shared : css(rgbOf(S.codes[b]))};color:${i < hit ? "#10131a" : ink(rgbOf(S.codes[b]))}">${b}</span>`).join("") + "</div>").join("");
+    row.map((b, i) => `<span data-block="${b}" title="entry ${i}: ${escape(describe(S.codes[b]))}" style="background:${css(i < hit ? FIXED[4] : rgbOf(S.codes[b]))};color:${ink(i < hit ? FIXED[4] : rgbOf(S.codes[b]))}">${b}</span>`).join("") + "</div>").join("");
   $("detail").innerHTML = `<h3>${escape(f.id)}</h3><table><tr><th>prompt</th><td>${f.prompt} tokens, ${f.cached} hit (${hit} blocks)</td></tr>` +
     `<tr><th>length now</th><td>${f.length} tokens</td></tr><tr><th>state</th><td>${escape(f.ended ? f.reason : "running since " + clock(f.started))}</td></tr></table>` +
     (rows || '<p class="hint">It holds no row any more.</p>') + `<pre>${escape(f.text)}</pre>`;
@@ -292,6 +302,9 @@ async function loadTree() {
 }
 
 /* ---- events ---- */
+// a list that is drawn anew between press and release swallows the click
+document.addEventListener("pointerdown", () => { pressed = true; });
+for (const end of ["pointerup", "pointercancel"]) document.addEventListener(end, () => setTimeout(() => { pressed = false; S.dirty = true; }, 0));
 map.addEventListener("mousemove", (event) => {
   const block = blockAt(event), tip = $("tip");
   tip.hidden = block < 0;
@@ -339,6 +352,7 @@ async function start() {
   S.requests.clear();
   for (const r of state.requests) S.requests.set(r.number, r);
   S.frames = state.frames; S.cursor = S.frames.length;
+  if (S.chosen >= S.codes.length) S.chosen = -1;
   for (const frame of S.frames) for (const a of frame.a) { const r = S.requests.get(a[0]); if (r) r.from = frame.n; }
   for (const frame of S.frames) for (const e of frame.e) { const r = S.requests.get(e[0]); if (r) { r.to = frame.n; r.reason = e[1]; } }
   $("model").textContent = `${state.model}, ${(state.num_blocks - 1).toLocaleString("en")} blocks of ${state.block_size} tokens`;
@@ -358,4 +372,4 @@ function listen(since) {
 function listenLater() { setTimeout(() => start().catch(listenLater), 2000); }
 start().catch((error) => { $("status").textContent = String(error); $("status").className = "bad"; listenLater(); });
 requestAnimationFrame(tick);
-window.inspector = { S, moveTo, setLive, showBlock, layout };
+window.inspector = { S, moveTo, setLive, showBlock, layout, drawing: () => drawing };
