@@ -9,8 +9,12 @@ float32 202 -> 60 us at 1 token, 520 -> 160 at 32; bfloat16 83 -> 31 and 199 -> 
 
 from __future__ import annotations
 
+import dis
+import inspect
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
+from types import CodeType
 from typing import TypeGuard
 
 import torch
@@ -182,7 +186,8 @@ def accelerate_linears(
     keep: hold the originals, so that ``restore()`` can put them back; costs their memory.
 
     Siblings called q_proj, k_proj and v_proj share one product. Subclasses of ``nn.Linear`` are
-    left alone. A weight that something else shares (a tied embedding) stays where it is for the
+    left alone, and so are layers whose weights the model's code reads itself (Mamba's dt_proj). A
+    weight that something else shares (a tied embedding) stays where it is for the
     other user. Does nothing where oneDNN cannot pack. Call it when the weights are final: later
     changes of the originals are not seen. Results differ from ``nn.Linear`` in rounding only.
     Cost: one pass over the weights.
@@ -193,7 +198,8 @@ def accelerate_linears(
     originals: dict[str, tuple[nn.Module, str, nn.Linear]] = {}
     weight_bytes = 0
     for prefix, parent in list(model.named_modules()):
-        parts = [(n, m) for n, m in parent.named_children() if _is_plain(m)]
+        read = _weights_read(type(parent))
+        parts = [(n, m) for n, m in parent.named_children() if _is_plain(m) and n not in read]
         made = _replacements(parts, dtype)
         for attribute, source in parts:
             if attribute not in made:
@@ -205,6 +211,30 @@ def accelerate_linears(
             if keep:
                 originals[name] = (parent, attribute, source)
     return AcceleratedLinears(tuple(replaced), weight_bytes, originals)
+
+
+@cache
+def _weights_read(kind: type) -> frozenset[str]:
+    """Children whose weights' values a module class reads itself, as ``self.<child>.weight``.
+
+    Their shape, dtype and device may be read: a packed layer has those. O(code of the class), once.
+    """
+    found = set()
+    members = (member for base in kind.__mro__ for member in vars(base).values())
+    codes = (inspect.unwrap(f).__code__ for f in members if inspect.isfunction(f))
+    for code in codes:
+        names = list(_attributes(code)) if "weight" in code.co_names else []
+        for child, weight, use in zip(names, names[1:], [*names[2:], ""], strict=False):
+            if weight == "weight" and use not in ("shape", "dtype", "device"):
+                found.add(child)
+    return frozenset(found)
+
+
+def _attributes(code: CodeType) -> Iterator[str]:
+    """Names of the attributes that code loads, in order; "" where it does something else."""
+    for step in dis.get_instructions(code):
+        if step.opname != "CACHE":
+            yield step.argval if step.opname in ("LOAD_ATTR", "LOAD_METHOD") else ""
 
 
 def _is_plain(module: nn.Module) -> TypeGuard[nn.Linear]:

@@ -73,3 +73,40 @@ def _write_tensors(writer: Any, arch: str, model: Any, quant: str) -> None:
         fits = values.ndim == 2 and values.shape[1] % 32 == 0
         kind = gguf.GGMLQuantizationType[quant if fits else "F32"]
         writer.add_tensor(target, gguf.quantize(values, kind), raw_dtype=kind)
+
+
+def write_mamba(path: Path, model: Any) -> None:
+    """A Mamba model, whose architecture the one-pass reader leaves to transformers."""
+    config = model.config
+    writer = gguf.GGUFWriter(path, "mamba")
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(1 << 10)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(0)
+    writer.add_head_count(0)
+    writer.add_layer_norm_rms_eps(config.layer_norm_epsilon)
+    writer.add_ssm_conv_kernel(config.conv_kernel)
+    writer.add_ssm_state_size(config.state_size)
+    writer.add_ssm_time_step_rank(config.time_step_rank)
+    writer.add_ssm_inner_size(config.intermediate_size)
+    writer.add_vocab_size(config.vocab_size)
+    write_vocabulary(writer, config.vocab_size)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.MAMBA, config.num_hidden_layers)
+    for name, tensor in model.state_dict().items():
+        if name == "lm_head.weight":  # tied
+            continue
+        stem, dot, leaf = name.rpartition(".")
+        values = tensor.numpy().astype(np.float32)
+        if name.endswith("A_log"):
+            values = -np.exp(values)
+        if name.endswith("conv1d.weight"):
+            values = values[:, 0]
+        if leaf in ("weight", "bias"):
+            target = f"{names.get_name(stem)}{dot}{leaf}"
+        else:
+            target = str(names.get_name(name))
+        writer.add_tensor(target, values)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()

@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from tiny_models import CONFIGS, HYBRID_CONFIGS, tiny_model
 from torch import nn
 
 from blocktable.core.errors import ConfigError
@@ -160,3 +161,31 @@ def test_nothing_changes_where_packing_does_not_work(monkeypatch: pytest.MonkeyP
     layer = Attention(True)
     assert accelerate_linears(layer).replaced == ()
     assert all(type(child) is nn.Linear for child in layer.children())
+
+
+@pytest.mark.parametrize("name", [*CONFIGS, *HYBRID_CONFIGS])
+def test_every_architecture_computes_the_same(name: str) -> None:
+    """Layers whose weights the model reads itself (Mamba's dt_proj) are not packed away."""
+    ids = torch.tensor([[5, 9, 33, 60, 7]])
+    plain, fast = tiny_model(name), tiny_model(name)
+    accelerated = accelerate_linears(fast)
+    assert accelerated.replaced or name == "gpt2"
+    with torch.inference_mode():
+        own, theirs = fast(ids, use_cache=False).logits, plain(ids, use_cache=False).logits
+    torch.testing.assert_close(own, theirs, rtol=1e-3, atol=1e-3)
+
+
+def test_only_values_that_are_read_keep_a_layer() -> None:
+    class Reader(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.called, self.sized, self.typed = (nn.Linear(8, 8) for _ in range(3))
+            self.multiplied, self.handed = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.called(x.to(self.typed.weight.dtype)) * self.sized.weight.shape[0]
+            y = y @ self.multiplied.weight
+            return torch.nn.functional.linear(y, self.handed.weight)
+
+    replaced = accelerate_linears(Reader()).replaced
+    assert replaced == ("called", "sized", "typed")

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 import torch
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
-from gguf_files import write_model
+from gguf_files import write_mamba, write_model
 from tiny_models import tiny_model
 
+from blocktable import LLM, SamplingParams
 from blocktable.core.errors import LoadError
 from blocktable.engine.loader import begin
 from blocktable.engine.loader.gguf_dequant import dequantize
@@ -57,6 +58,7 @@ def test_a_written_model_comes_back(arch: str, tmp_path: Path) -> None:
     with torch.inference_mode():
         own, theirs = loaded.model(ids).logits, model(ids).logits
     torch.testing.assert_close(own, theirs, rtol=1e-3, atol=1e-3)
+    assert loaded.tokenizer is not None
     assert loaded.tokenizer("abba").input_ids == [95, 68, 67]
     assert loaded.tokenizer.eos_token_id == 2
 
@@ -164,4 +166,44 @@ def test_an_unknown_architecture_is_named(tmp_path: Path) -> None:
     writer.close()
     with pytest.raises(LoadError, match="no-such-model") as caught:
         begin(path).finish("float32")
+    assert "\n" not in str(caught.value)
+
+
+def test_an_architecture_left_to_transformers_is_loaded_and_served(tmp_path: Path) -> None:
+    path, model = tmp_path / "mamba.gguf", tiny_model("mamba")
+    write_mamba(path, model)
+    state, back = model.state_dict(), begin(path).finish("float32").model.state_dict()
+    for name, tensor in state.items():
+        torch.testing.assert_close(back[name], tensor, rtol=1e-6, atol=1e-6)
+    llm, ids = LLM(path, dtype="float32"), [5, 9, 33, 60, 7]
+    params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+    found = llm.generate([ids], params)[0].outputs[0]
+    own = model.generate(torch.tensor([ids]), do_sample=False, max_new_tokens=6)
+    assert found.token_ids == own[0, len(ids) :].tolist()
+    assert llm.tokenizer is not None and found.text == llm.tokenizer.decode(found.token_ids)
+
+
+@pytest.mark.parametrize("keep", [0.3, 0.6, 0.95])
+def test_such_a_file_cut_short_is_one_error(keep: float, tmp_path: Path) -> None:
+    write_mamba(tmp_path / "whole.gguf", tiny_model("mamba"))
+    whole = (tmp_path / "whole.gguf").read_bytes()
+    path = tmp_path / "cut.gguf"
+    path.write_bytes(whole[: int(len(whole) * keep)])
+    with pytest.raises(LoadError, match=r"cut\.gguf") as caught:
+        begin(path).finish("float32")
+    assert "\n" not in str(caught.value)
+
+
+def test_without_accelerate_such_a_file_is_one_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers wants more packages than its plain loading; what is missing is said."""
+    write_mamba(tmp_path / "mamba.gguf", tiny_model("mamba"))
+
+    def missing(*_: object, **__: object) -> None:
+        raise ImportError("needs the package gguf\nand more")
+
+    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", missing)
+    with pytest.raises(LoadError, match="architecture 'mamba' cannot be loaded: needs") as caught:
+        begin(tmp_path / "mamba.gguf").finish("float32")
     assert "\n" not in str(caught.value)
