@@ -211,6 +211,7 @@ class InputBatch:
                     f"request {request.request_id!r} has {length} tokens; "
                     f"max_model_len is {self.max_model_len}"
                 )
+            _check_computed(request.request_id, request.num_computed_tokens, length)
             if len(request.block_ids) != len(self.block_table):
                 raise RowError(
                     f"request {request.request_id!r} has blocks for {len(request.block_ids)} "
@@ -229,16 +230,19 @@ class InputBatch:
             name: getattr(request.sampling, name, None)
             for name in (*(name for name, _ in REAL_COLUMNS), *_SAMPLING_INTS)
         }
-        for name, value in (*values.items(), *request.extra.items()):
+        values |= {"adapter": request.adapter, **request.extra}
+        for name, value in values.items():
+            column = self._columns[name]
             try:
-                self._columns[name][row] = self._empty[name] if value is None else value
-            except (TypeError, ValueError, OverflowError) as error:
+                if value is not None and column.dtype.kind in "iu":
+                    whole_numbers("values", value)  # NumPy would cut 1.5 to 1
+                column[row] = self._empty[name] if value is None else value
+            except (RowError, TypeError, ValueError, OverflowError) as error:
                 which = f"request {request.request_id!r}: column {name!r}"
                 raise RowError(f"{which} cannot hold {value!r}: {error}") from None
         self["num_tokens"][row] = len(prompt) + len(output)
         self["num_prompt_tokens"][row] = len(prompt)
         self["num_computed_tokens"][row] = request.num_computed_tokens
-        self["adapter"][row] = request.adapter
 
     def remove(self, request_ids: Iterable[Hashable]) -> RowIds:
         """Take requests out; their rows, which are free and empty now. All or none (RowError).
@@ -331,6 +335,8 @@ class InputBatch:
         computed = np.broadcast_to(
             whole_numbers("numbers of tokens", num_computed_tokens), where.shape
         )
+        for row, count in zip(where.tolist(), computed.tolist(), strict=True):
+            _check_computed(self.request_ids.item(row), count, int(self["num_tokens"][row]))
         self.block_table.add_rows(where, counts, block_ids)
         self["num_computed_tokens"][where] = computed
 
@@ -362,6 +368,15 @@ class InputBatch:
         if not self._occupied[where].all():
             raise RowError(f"row {where[~self._occupied[where]][0]} holds no request")
         return where
+
+
+def _check_computed(request_id: Hashable, computed: Any, known: int) -> None:
+    if isinstance(computed, bool) or not isinstance(computed, (int, np.integer)):
+        raise RowError(f"request {request_id!r}: num_computed_tokens is {computed!r}")
+    if not 0 <= computed <= known:
+        raise RowError(
+            f"request {request_id!r}: num_computed_tokens is {computed}, outside 0 .. {known}"
+        )
 
 
 def _tokens(token_ids: ArrayLike) -> NDArray[np.integer]:

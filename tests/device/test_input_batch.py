@@ -202,3 +202,35 @@ def test_next_tokens_are_the_uncomputed_ones_in_order() -> None:
     for bad_rows, bad_counts in (([0], [6]), ([0], [-1]), ([3], [1]), ([0, 1], [1]), ([0], [1.5])):
         with pytest.raises(RowError):
             batch.next_tokens(bad_rows, bad_counts)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"num_computed_tokens": -1}, "num_computed_tokens is -1, outside 0 .. 3"),
+        ({"num_computed_tokens": 4}, "num_computed_tokens is 4, outside 0 .. 3"),
+        ({"num_computed_tokens": 1.5}, "num_computed_tokens is 1.5"),
+        ({"num_computed_tokens": True}, "num_computed_tokens is True"),
+        ({"adapter": 0.5}, "'adapter' cannot hold 0.5"),
+        ({"adapter": 2**63}, "'adapter' cannot hold 9223372036854775808"),
+        ({"sampling": SimpleNamespace(top_k=2.5)}, "'top_k' cannot hold 2.5"),
+        ({"extra": {"mine": 1.5}}, "'mine' cannot hold 1.5"),
+        ({"extra": {"mine": 2**40}}, "'mine' cannot hold 1099511627776"),
+    ],
+)
+def test_values_that_would_become_others_are_refused(fields: dict, message: str) -> None:
+    batch = InputBatch(2, 32, MultiGroupBlockTable(2, 32, 64, "cpu", [4]))
+    batch.add_column("mine", np.int16, 7)
+    with pytest.raises(RowError, match=message):
+        batch.add([BatchRequest("a", [1, 2, 3], [[5]], **fields)])
+    assert batch.num_reqs == 0 and batch["adapter"].tolist() == [-1, -1]
+    assert batch["mine"].tolist() == [7, 7] and not batch["num_tokens"].any()
+
+
+@pytest.mark.parametrize("computed", [-1, 4, 1.5])
+def test_a_resumed_request_has_computed_no_more_than_it_has(computed: float) -> None:
+    batch = InputBatch(2, 32, MultiGroupBlockTable(2, 32, 64, "cpu", [4]))
+    batch.add([BatchRequest("a", [1, 2, 3], [[5]])])
+    with pytest.raises(RowError):
+        batch.resume([0], [[1]], [[9]], computed)
+    assert batch.block_table[0].get_numpy_array()[0, 0] == 5
