@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
 from blocktable.engine.params import SamplingLimits, SamplingParams
 from blocktable.engine.sampling.grammar import ANY_JSON
+from blocktable.prefix.hints import DEFAULT_SECONDS, MAX_PRIORITY, MAX_SECONDS, Retention
 from blocktable.serve.errors import ApiError
 
 MAX_ID = 2**31 - 1
@@ -71,6 +72,14 @@ class StructuredOutputs(_Strict):
     grammar: str | None = None
 
 
+class RetentionField(_Strict):
+    """How long the request's cached blocks are worth keeping: see ``Retention``."""
+
+    priority: int = Field(1, ge=0, le=MAX_PRIORITY)
+    seconds: float = Field(DEFAULT_SECONDS, gt=0, le=MAX_SECONDS)
+    tokens: int | None = Field(None, ge=1, le=MAX_ID)
+
+
 class SamplingFields(_Strict):
     """Fields that completions and chat have in common."""
 
@@ -103,6 +112,7 @@ class SamplingFields(_Strict):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     cache_salt: str | None = Field(None, min_length=1)
+    retention: RetentionField | None = None
     priority: int | None = Field(None, ge=-MAX_ID, le=MAX_ID)
     user: str | None = None
 
@@ -119,6 +129,8 @@ class SamplingFields(_Strict):
         given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         for guide in self.guides():
             given[guide.kind] = guide.value
+        if self.retention is not None:
+            given["retention"] = Retention(**self.retention.model_dump())
         return SamplingParams(**given, max_tokens=max_tokens, logprobs=logprobs, limits=limits)
 
     def guides(self) -> list[FieldGuide]:

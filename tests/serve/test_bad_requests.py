@@ -66,6 +66,10 @@ FIELDS = [
     ("response_format", {"type": "xml"}, ""), ("stream", "yes", ""), ("priority", 2**40, ""),
     ("stream_options", {"include_usage": True}, "stream"), ("allowed_token_ids", [], "1"),
     ("allowed_token_ids", [300], "300"), ("ignore_eos", 1, ""),
+    ("retention", {"priority": 4}, "3"), ("retention", {"priority": -1}, "0"),
+    ("retention", {"priority": 1.5}, ""), ("retention", {"seconds": 0}, "0"),
+    ("retention", {"seconds": 1e9}, "86400"), ("retention", {"seconds": "60"}, ""),
+    ("retention", {"tokens": 0}, "1"), ("retention", 3, ""), ("retention", [], ""),
 ]  # fmt: skip
 
 
