@@ -12,9 +12,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.interpreter import needs_interpreter
+
 HERE = Path(__file__).resolve().parent
 
 
+@needs_interpreter
 @pytest.mark.parametrize(
     "file", ["test_row_operations.py", "test_slot_mapping.py", "test_metadata.py", "test_graphs.py"]
 )

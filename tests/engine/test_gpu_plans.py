@@ -7,6 +7,8 @@ import os
 import subprocess
 import sys
 
+from tests.interpreter import needs_interpreter
+
 SCRIPT = """
 import numpy as np, torch
 from blocktable.attention.reference import paged_attention_reference as reference
@@ -14,6 +16,7 @@ from blocktable.attention.triton import paged_attention
 from blocktable.attention.plan import PlanConfig
 from blocktable.core.table import HostTable
 from blocktable.engine.gpu.plans import GroupPlanner, GroupShape
+
 
 rng = np.random.default_rng(5)
 heads, kv_heads, dim, bs, size = 4, 2, 16, 4, 6
@@ -57,6 +60,7 @@ for prefix in (0, 24):
 """
 
 
+@needs_interpreter
 def test_carried_plans_equal_the_reference() -> None:
     env = {**os.environ, "TRITON_INTERPRET": "1"}
     run = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, env=env)

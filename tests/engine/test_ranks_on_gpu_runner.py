@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.interpreter import needs_interpreter
+
 SCRIPT = """
 import queue, sys, threading
 import numpy as np, torch
@@ -29,6 +31,7 @@ from blocktable.parallel.driver import StepWriter
 from blocktable.parallel.rank import RankState
 from blocktable.parallel.wire import decode_step
 from blocktable.ranks.steps import FollowingRunner, LeadingRunner
+
 
 name, ranks, interleave, depth = sys.argv[3], *map(int, sys.argv[4:])
 torch.set_num_threads(1)
@@ -125,6 +128,7 @@ if not steps["replayed"]:
 """
 
 
+@needs_interpreter
 @pytest.mark.parametrize(
     ("name", "ranks", "interleave", "depth"),
     [("llama", 2, 1, 1), ("llama", 3, 2, 2), ("gpt_oss", 2, 4, 2)],

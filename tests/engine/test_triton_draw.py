@@ -5,10 +5,13 @@ import os
 import subprocess
 import sys
 
+from tests.interpreter import needs_interpreter
+
 SCRIPT = """
 import json, sys, torch
 from blocktable.engine.sampling.draw import draw_plain
 from blocktable.engine.sampling.triton_draw import draw_rows
+
 found = []
 for vocab in (1, 127, 4096, 4097, 9000):
     generator = torch.Generator().manual_seed(vocab)
@@ -33,6 +36,7 @@ print(json.dumps(found))
 """
 
 
+@needs_interpreter
 def test_draws_equal_the_tensor_form() -> None:
     run = subprocess.run(
         [sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True,
@@ -72,6 +76,7 @@ assert len(calls) == 3, calls
 """
 
 
+@needs_interpreter
 def test_a_gpu_sampler_draws_in_one_launch_and_as_on_a_cpu() -> None:
     subprocess.run(
         [sys.executable, "-c", SAMPLER], text=True, check=True,
