@@ -148,17 +148,26 @@ class GroupPlanner:
             or held.size != size
             or held.age >= _STANDING_STEPS
             or not np.array_equal(held.rows, rows)
-            or not np.array_equal(held.lens + 1, lens)
+            or not self._grew(lens - held.lens)
         ):
             self._standing = None
             return None
         plan = held.plan
-        field(plan.small, "kv_end")[held.last] += 1
+        owner = field(plan.small, "query_start")[held.last]  # one query token a request
+        field(plan.small, "kv_end")[held.last] += (lens - held.lens)[owner]
         field(plan.small, "position")[:] += 1
         plan.tokens[:, 2] += 1
-        held.lens[:] += 1
+        held.lens[:] = lens
         self._standing = held._replace(age=held.age + 1)
         return plan
+
+    def _grew(self, keys: NDArray[np.int32]) -> bool:
+        """Whether a standing plan can take rows that gained so many keys: one each, or none where
+        keys are dealt out to ranks and another rank got it (no mask then: positions mean nothing).
+        """
+        if not self.shape.config.causal:
+            return bool(((keys == 0) | (keys == 1)).all())
+        return bool((keys == 1).all())
 
     def host_plan(
         self,
