@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from numbers import Integral
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from blocktable.core.errors import RequestError
@@ -165,6 +166,8 @@ class LLM:
         self, messages: Sequence[Message] | Sequence[Sequence[Message]], params: Params = None
     ) -> list[RequestOutput]:
         """Generate the next message of one conversation, or of several."""
+        if not isinstance(messages, Sequence) or isinstance(messages, (str, bytes)):
+            raise RequestError(f"a conversation must be a list of messages, got {messages!r}")
         many = messages and not isinstance(messages[0], Mapping)
         talks: Sequence[Any] = messages if many else [messages]
         return self.generate([self.encode_chat(talk) for talk in talks], params)
@@ -177,6 +180,8 @@ class LLM:
         """Token ids of a conversation in the model's own template, ready for the answer."""
         if self.tokenizer is None or not getattr(self.tokenizer, "chat_template", None):
             raise RequestError(f"model {self.model_name} has no chat template")
+        if not isinstance(messages, Sequence) or not all(isinstance(m, Mapping) for m in messages):
+            raise RequestError(f"a conversation must be a list of messages, got {messages!r}")
         text = self.tokenizer.apply_chat_template(
             [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
         )
@@ -224,11 +229,14 @@ Params: TypeAlias = "SamplingParams | Sequence[SamplingParams] | None"
 
 
 def _as_list(prompts: Any) -> list[Any]:
-    """One prompt or several, as a list of prompts."""
+    """One prompt or several, as a list of prompts; arrays and tensors are lists of numbers."""
     if isinstance(prompts, (str, Mapping)):
         return [prompts]
-    items = list(prompts)
-    if items and all(isinstance(item, int) for item in items):
+    plain = prompts.tolist() if hasattr(prompts, "tolist") else prompts
+    if isinstance(plain, bytes) or not isinstance(plain, Iterable):
+        raise RequestError(f"prompts must be texts or lists of token ids, got {prompts!r}")
+    items = list(plain)
+    if items and all(isinstance(item, Integral) for item in items):
         return [items]
     return items
 

@@ -33,6 +33,9 @@ if TYPE_CHECKING:
     from blocktable.engine.engine import Engine
 
 
+_MAX_PENALTY = 20  # a length to this power is still a float
+
+
 class BeamOptions(NamedTuple):
     """``length_penalty`` > 0 favours long hypotheses; ``ignore_eos`` ends none before
     ``max_tokens``."""
@@ -50,8 +53,11 @@ class BeamOptions(NamedTuple):
             if wrong or (most is not None and value > most):
                 limit = "" if most is None else f" and at most max_num_seqs ({most})"
                 raise RequestError(f"{name} must be an integer >= 1{limit}, got {value!r}")
-        if not np.isfinite(self.length_penalty):
-            raise RequestError(f"length_penalty must be finite, got {self.length_penalty!r}")
+        penalty: Any = self.length_penalty
+        number = isinstance(penalty, (int, float, np.number)) and not isinstance(penalty, bool)
+        if not (number and -_MAX_PENALTY <= penalty <= _MAX_PENALTY):
+            limits = f"[-{_MAX_PENALTY}, {_MAX_PENALTY}]"
+            raise RequestError(f"length_penalty must be a number in {limits}, got {penalty!r}")
         return self
 
 

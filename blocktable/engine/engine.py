@@ -128,6 +128,10 @@ class Engine:
         """Queue a request. ``prompt`` is a text or token ids; without ``streaming`` it is reported
         once, when it is finished. Raises RequestError, and holds nothing then, for what can never
         be served: ids outside the vocabulary, a prompt longer than model or pool, an id in use."""
+        if not isinstance(request_id, str):
+            raise RequestError(f"a request id must be a string, got {request_id!r}")
+        if not isinstance(params, SamplingParams):
+            raise RequestError(f"sampling parameters must be SamplingParams, got {params!r}")
         if request_id in self._tracked:
             raise RequestError(f"request id {request_id!r} is in use")
         text = prompt if isinstance(prompt, str) else None
@@ -234,8 +238,8 @@ class Engine:
         output = self.scheduler.schedule()
         if self.on_schedule is not None:
             self.on_schedule(output)
-        self._place_rows(output)
         try:
+            self._place_rows(output)
             scores = sampled = tokens = None
             lines = self._prompt_lines(output)
             if lines is None:
@@ -249,9 +253,7 @@ class Engine:
                 if self._depth > 1:
                     self.runner.remember(output.sample_rows, sampled.token_ids)
         except BaseException:
-            for launched in reversed([*self._launched, Launched(output, None)]):
-                self.scheduler.cancel(launched.output)
-            self._launched.clear()
+            self._take_back([*self._launched, Launched(output, None)])
             raise
         who = self.scheduler.requests[output.sample_rows] if self._depth > 1 else None
         self._launched.append(Launched(output, sampled, who, tokens, scores))
@@ -290,14 +292,24 @@ class Engine:
             index=request.index, seed=tracked.seed,
         )  # fmt: skip
 
+    def _take_back(self, steps: list[Launched]) -> None:
+        """Cancel the steps in flight, oldest first in ``steps``: their requests wait again."""
+        for launched in reversed(steps):
+            self.scheduler.cancel(launched.output)
+        self._launched.clear()
+
     def _collect(self, launched: Launched) -> list[RequestOutput]:
-        """Wait for a step's tokens and hand them out."""
+        """Wait for a step's tokens and hand them out. An exception on the way takes it back."""
         sampled, logprobs = launched.sampled, None
-        if launched.scores is not None:
-            launched.scores.hand_out(self.detokenizer)
-        tokens = _NO_TOKENS if launched.tokens is None else launched.tokens()
-        if sampled is not None and sampled.logprobs is not None:
-            logprobs = logprobs_by_line(sampled.logprobs, tokens, self.detokenizer)
+        try:
+            if launched.scores is not None:
+                launched.scores.hand_out(self.detokenizer)
+            tokens = _NO_TOKENS if launched.tokens is None else launched.tokens()
+            if sampled is not None and sampled.logprobs is not None:
+                logprobs = logprobs_by_line(sampled.logprobs, tokens, self.detokenizer)
+        except BaseException:
+            self._take_back([launched, *self._launched])
+            raise
         first = None
         if launched.output.num_drafts is None:
             result = self.scheduler.update(launched.output, tokens)

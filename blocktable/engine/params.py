@@ -49,6 +49,7 @@ class Guide(NamedTuple):
 
 
 _INT64 = 2**63
+_COLDEST = 1e-6  # logits over less would leave the range of float32
 
 
 def _integer(name: str, value: object, low: int, high: int | None) -> int:
@@ -157,7 +158,7 @@ class SamplingParams:
         max_tokens: most tokens to generate; None runs to the end of the model's context.
         min_tokens: no end-of-sequence or stop token is drawn, and no stop string ends the
             request, before this many tokens.
-        temperature: 0 is greedy, 1 the model's own distribution.
+        temperature: 0 (or less than 1e-6) is greedy, 1 the model's own distribution.
         top_k: keep the k most likely tokens; 0 or -1 keeps all.
         top_p: keep the smallest set of most likely tokens whose probability reaches this.
         min_p: drop tokens less likely than this fraction of the most likely one.
@@ -256,7 +257,8 @@ class SamplingParams:
 
     def _check_distribution(self) -> None:
         top, penalty = self.limits.max_temperature, self.limits.max_penalty
-        self._set("temperature", _number("temperature", self.temperature, 0.0, top))
+        temperature = _number("temperature", self.temperature, 0.0, top)
+        self._set("temperature", 0.0 if temperature < _COLDEST else temperature)
         self._set("top_k", max(_integer("top_k", self.top_k, -1, 2**31 - 1), 0))
         self._set("top_p", _number("top_p", self.top_p, 0.0, 1.0, above_low=True))
         self._set("min_p", _number("min_p", self.min_p, 0.0, 1.0))
@@ -359,6 +361,9 @@ def check_prompt_ids(token_ids: object, vocab_size: int, max_model_len: int) -> 
 
     if isinstance(token_ids, (str, bytes, Mapping)) or not hasattr(token_ids, "__len__"):
         raise RequestError(f"a prompt must be a list of token ids, got {token_ids!r}")
+    if getattr(token_ids, "ndim", 1) != 1:
+        shape = list(token_ids.shape)  # type: ignore[attr-defined]
+        raise RequestError(f"a prompt must be a list of token ids, got an array of shape {shape}")
     count = len(token_ids)  # type: ignore[arg-type]
     if count == 0:
         raise RequestError("the prompt is empty: at least 1 token is needed")

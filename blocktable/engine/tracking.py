@@ -96,7 +96,8 @@ class Tracked:
 def logprobs_by_line(
     batch: BatchLogprobs, token_ids: np.ndarray, detokenizer: Detokenizer | None
 ) -> dict[int, TokenLogprobs]:
-    """A step's log probabilities by line of the sampled batch; O(lines that asked)."""
+    """A step's log probabilities by line of the sampled batch, of at most the whole vocabulary;
+    O(lines that asked)."""
     chosen, ranks = batch.chosen.tolist(), batch.rank.tolist()
     ids, values = batch.top_ids.tolist(), batch.top_logprobs.tolist()
 
@@ -106,7 +107,7 @@ def logprobs_by_line(
     found = {}
     for j, line in enumerate(batch.batch_index.tolist()):
         token = int(token_ids[line])
-        count = int(batch.num_top[j])
+        count = min(int(batch.num_top[j]), len(ids[j]))
         top = [Logprob(ids[j][k], values[j][k], k + 1, text(ids[j][k])) for k in range(count)]
         found[line] = TokenLogprobs(Logprob(token, chosen[j], ranks[j], text(token)), top)
     return found

@@ -330,7 +330,7 @@ def test_refusals(llama: Model) -> None:
         ({"proposer": Told([])}, "proposer needs"),
         ({"num_draft_tokens": 2, "async_steps": True}, "async_steps"),
         ({"num_draft_tokens": 2, "tensor_parallel_size": 2}, "tensor_parallel_size"),
-        ({"num_draft_tokens": 2, "draft_ngram_min": 5}, "n-gram lengths"),
+        ({"num_draft_tokens": 2, "draft_ngram_min": 5}, "draft_ngram_min 5"),
     ):
         with pytest.raises(ConfigError, match=word):
             make(llama, **options)

@@ -106,7 +106,7 @@ def test_bans_must_leave_a_token():
         (5, "must be a list of token ids, got 5"),
         ([1] * 32, "the prompt has 32 tokens, the limit is 31"),
         (np.array([1.5]), "must be in [0, 99]"),
-        (np.array([[1]]), "must be in [0, 99]"),
+        (np.array([[1]]), "an array of shape [1, 1]"),
     ],
 )
 def test_bad_prompts_are_refused(ids, message):
