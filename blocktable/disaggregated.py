@@ -44,6 +44,8 @@ def cache_layout(engine: Engine) -> CacheLayout:
     specs = [group.kv_cache_spec for group in layout.groups] if layout is not None else []
     if layout is None or any(type(spec) is not FullAttentionSpec for spec in specs):
         raise ConfigError("only models with full attention in every layer can be split in two")
+    if hasattr(engine.runner, "close_ranks"):
+        raise ConfigError("splitting prefill from decode needs engines of one rank each")
     if engine.manager.index is None:
         raise ConfigError("splitting prefill from decode needs the prefix cache")
     spec: Any = specs[0]

@@ -162,3 +162,14 @@ def test_what_cannot_be_split_is_refused(directory):
         DecodeEngine(engine, [])
     with pytest.raises(TransferError, match=r"no answer from .* within 0.3 s"):
         DecodeEngine(engine, ["tcp://127.0.0.1:9"], timeout=0.3)
+
+
+@pytest.mark.parametrize("kind", ["context_parallel_size", "tensor_parallel_size"])
+def test_an_engine_of_several_ranks_is_refused(directory, kind):
+    """Rank 0 has a part of each block: what it would hand on as the whole is not."""
+    llm = LLM(directory, **{kind: 2}, **OPTIONS)
+    try:
+        with pytest.raises(ConfigError, match="engines of one rank"):
+            cache_layout(llm.engine)
+    finally:
+        llm.engine.runner.close_ranks()
