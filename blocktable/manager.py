@@ -126,17 +126,24 @@ class KVCacheManager(RowSharing, Retaining):
 
     def _attach_native(self, sink: CacheSink | None) -> Any:
         """The compiled helper over this manager's arrays, where it can stand in for the NumPy
-        code: with SHA-256, and nobody listening to single changes."""
+        code: with SHA-256. Where a sink listens it does whole steps only, and notes what it did;
+        not where keys are given before blocks are taken."""
         native = load()
-        if native is None or sink is not None:
+        if native is None:
             return None
         core = make_core(
             native, self.pool, self.groups, self.book,
             self.tokens, self.num_tokens, self.num_computed,
         )  # fmt: skip
-        self.pool.native = core
-        if self.index is not None:
-            self.index.native = core
+        if sink is not None:
+            core.listen()
+            self.pool.native = None
+            if any(group.deferred_keys for group in self.groups):
+                return None
+        else:
+            self.pool.native = core
+            if self.index is not None:
+                self.index.native = core
         hashed = self.keying is None or self.keying.algorithm == "sha256"
         return core if hashed else None
 
@@ -245,6 +252,8 @@ class KVCacheManager(RowSharing, Retaining):
             plain = book is None or not book.num_media
             fences = self.pool.fencing
             if plain and native.grow(rows, num_new_tokens, lookahead, hashers, fences):
+                if self.book is not None and self.book.sink is not None:
+                    self.book.report_steps(*native.heard(), self.groups)
                 return len(rows)
         computed = self.num_computed[rows]
         total = computed + num_new_tokens

@@ -253,6 +253,28 @@ typedef struct {
 #define GROUP_ARRAYS 12
 #define GROUP_NUMBERS 8
 
+/* What a listener will be told, in int32 words. */
+typedef struct {
+    int32_t *words;
+    int64_t used, room;
+    int lost; /* there was no memory for some */
+} Notes;
+
+static int32_t *note(Notes *notes, int64_t words) {
+    if (notes->used + words > notes->room) {
+        int64_t room = 2 * notes->room + 64 * words;
+        int32_t *bigger = realloc(notes->words, (size_t)room * sizeof(int32_t));
+        if (!bigger) {
+            notes->lost = 1;
+            return NULL;
+        }
+        notes->words = bigger;
+        notes->room = room;
+    }
+    notes->used += words;
+    return notes->words + notes->used - words;
+}
+
 typedef struct {
     PyObject_HEAD Py_buffer *held;
     int num_held, num_groups, lru;
@@ -273,6 +295,8 @@ typedef struct {
     GroupView groups[MAX_GROUPS];
     int32_t *scratch;
     int64_t scratch_size;
+    int listening; /* whether changes of the cache are written down for `heard` */
+    Notes given, taken;
 } Core;
 
 static void *view(Core *self, PyObject *array, int64_t *items) {
@@ -399,6 +423,15 @@ static int pool_can_take(const Core *c, int64_t count) {
     return count <= pool_available(c) && (c->lru || count <= pool_unkeyed(c));
 }
 
+/* Block, group and key of a block that is about to lose it. */
+static void note_taken(Core *c, int32_t block) {
+    int32_t *to = note(&c->taken, 2 + 2 * c->key_words);
+    if (!to) return;
+    to[0] = block;
+    to[1] = c->owner[block];
+    memcpy(to + 2, c->words + block * c->key_words, (size_t)c->key_words * 8);
+}
+
 static void pool_take(Core *c, int64_t count, int32_t *out) {
     int64_t *s = c->scalars, taken = 0;
     if (count >= SORT_FROM && s[PUSHED] >= SORT_FROM) {
@@ -416,6 +449,7 @@ static void pool_take(Core *c, int64_t count, int32_t *out) {
         if (c->place[block] != slot) continue;
         c->place[block] = -1;
         c->queue[LIVE]--;
+        if (c->listening) note_taken(c, block);
         if (c->links) index_remove(c, block);
         c->keyed[block] = 0;
         out[taken++] = block;
@@ -496,6 +530,8 @@ static void give_keys(Core *c, PyObject *hashers, GroupView *g, int group, int64
         index_insert(c, block, c->keys + at * c->key_words * 8, group);
         c->keyed[block] = 1;
         c->counters[STORED]++;
+        int32_t *to = c->listening ? note(&c->given, 4) : NULL;
+        if (to) to[0] = group, to[1] = (int32_t)row, to[2] = (int32_t)column, to[3] = block;
     }
     g->keyed[row] = (int32_t)upto;
     g->key_due[row] = (int32_t)((upto + 1) * g->block_size);
@@ -656,6 +692,27 @@ out:
     ints_drop(&new_);
     ints_drop(&ahead);
     return PyBool_FromLong(done);
+}
+
+static PyObject *note_bytes(Notes *notes) {
+    PyObject *out = PyBytes_FromStringAndSize((const char *)notes->words, notes->used * 4);
+    notes->used = 0;
+    return out;
+}
+
+/* heard() -> what grow did to the cache since the last call: int32 [n, 4] group, row, column and
+ * block of each key given, and int32 [n, 2 + 2 * key_words] block, group and key of each taken. */
+static PyObject *core_heard(Core *self, PyObject *none) {
+    (void)none;
+    if (self->given.lost || self->taken.lost) return PyErr_NoMemory();
+    return Py_BuildValue("NN", note_bytes(&self->given), note_bytes(&self->taken));
+}
+
+/* listen(): from now on `heard` knows what grow does. */
+static PyObject *core_listen(Core *self, PyObject *none) {
+    (void)none;
+    self->listening = self->links != NULL;
+    Py_RETURN_NONE;
 }
 
 /* append(rows, ids) -> True if done: one token for each row. */
@@ -849,6 +906,8 @@ static void core_dealloc(Core *self) {
     for (int i = 0; i < self->num_held; i++) PyBuffer_Release(&self->held[i]);
     PyMem_Free(self->held);
     free(self->scratch);
+    free(self->given.words);
+    free(self->taken.words);
     Py_TYPE(self)->tp_free((PyObject *)self);
 }
 
@@ -910,6 +969,8 @@ fail:
 
 static PyMethodDef core_methods[] = {
     {"grow", FAST core_grow, METH_FASTCALL, "grow(rows, new, ahead, hashers, fences) -> bool"},
+    {"listen", (PyCFunction)core_listen, METH_NOARGS, "Write down what grow does to the cache."},
+    {"heard", (PyCFunction)core_heard, METH_NOARGS, "Keys given and taken since the last call."},
     {"append", FAST core_append, METH_FASTCALL, "append(rows, token_ids) -> bool"},
     {"take", (PyCFunction)core_take, METH_O, "take(out) -> bool"},
     {"release", (PyCFunction)core_release, METH_O, "release(blocks) -> bool"},

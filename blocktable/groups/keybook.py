@@ -149,6 +149,23 @@ class KeyBook:
             StoredBlocks(group.group_id, owner, column, blocks, keys, parents, tokens, sources)
         )
 
+    def report_steps(self, given: bytes, taken: bytes, groups: tuple[Group, ...]) -> None:
+        """Tell the sink what compiled steps did: their ``heard()``."""
+        if self.sink is None:
+            return
+        if taken:
+            told = np.frombuffer(taken, np.int32).reshape(-1, 2 + self.rows.keys.shape[2] // 4)
+            words = told[:, 2:].copy().view(np.uint64)
+            words[:, -1] ^= told[:, 1].astype(np.uint64)
+            self.sink.removed(RemovedBlocks(told[:, 1], told[:, 0], words.view(np.uint8)))
+        told = np.frombuffer(given, np.int32).reshape(-1, 4)
+        for group in groups if len(told) else ():
+            _, owner, column, blocks = told[told[:, 0] == group.group_id].T
+            if len(blocks):
+                ratio = group.block_size // self.rows.block_size
+                keys = self.rows.keys[owner, (column + 1) * ratio - 1]
+                self._report(self.sink, group, owner, column, blocks, keys)
+
     def adopt(self, group: Group, sequence: TokenSequence, first: int, blocks: BlockIds) -> None:
         """Key owned blocks whose KV was computed elsewhere: blocks first, first + 1, ... of a
         sequence, in a group whose block size is the hashing's."""
