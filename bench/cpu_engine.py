@@ -4,10 +4,12 @@
     python bench/cpu_engine.py mixed --dtype float32           64 mixed requests
     python bench/cpu_engine.py shared --requests 16            one 512-token prefix
     python bench/cpu_engine.py first                           command to first token
+    python bench/cpu_engine.py outside --requests 32           a decode step outside the model
 
 Each prints one line a case: ours, the peer's and the ratio, measured in one run. ``--peer none``
 leaves the peer out; ``--requests`` makes a workload smaller (its peer runs the same). Prompts are
-random token ids from seed 0; outputs run to their full length (end-of-sequence ignored).
+random token ids from seed 0; outputs run to their full length (end-of-sequence ignored). The last
+two have no peer.
 """
 
 from __future__ import annotations
@@ -168,6 +170,49 @@ def first_token(_: argparse.Namespace) -> None:
     )
 
 
+def outside(args: argparse.Namespace) -> None:
+    """Share of a decode step that is not the model's forward pass: scheduling, tables, sampling,
+    outputs. Least of three rounds; the goal is 5% at 32 requests."""
+    llm, requests = make_llm(args), args.requests or 32
+    rounds = [decode_times(llm.engine, requests, args.tokens) for _ in range(3)]
+    whole, inside = min(rounds, key=lambda times: (times[0] - times[1]) / times[0])
+    step, rest = whole / args.tokens * 1e3, (whole - inside) / args.tokens * 1e3
+    print(
+        f"outside the forward pass: {requests} requests, {args.dtype}: {rest:.2f} of {step:.2f} ms "
+        f"a decode step, {100 * rest / step:.1f}%",
+        flush=True,
+    )
+
+
+def decode_times(engine: Any, requests: int, tokens: int) -> tuple[float, float]:
+    """Seconds of ``tokens`` decode steps, and of the model's forward passes in them."""
+    from blocktable import SamplingParams
+
+    model, inside = engine.runner.model, 0.0
+    forward = model.forward
+
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        nonlocal inside
+        start = time.perf_counter()
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            inside += time.perf_counter() - start
+
+    params = SamplingParams(temperature=0.0, max_tokens=tokens + 1, ignore_eos=True)
+    for index, ids in enumerate(np.random.default_rng(1).integers(10, VOCAB, (requests, 16))):
+        engine.add_request(f"o{index}", ids.tolist(), params)
+    engine.step()
+    model.forward = timed
+    try:
+        start = time.perf_counter()
+        while engine.has_unfinished:
+            engine.step()
+        return time.perf_counter() - start, inside
+    finally:
+        del model.forward
+
+
 def make_llm(args: argparse.Namespace) -> Any:
     from blocktable import LLM
 
@@ -180,7 +225,7 @@ def report(name: str, ours: float, theirs: float, unit: str = "output tokens/s")
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="CPU engine speed beside transformers")
-    parser.add_argument("workload", choices=["decode", "mixed", "shared", "first"])
+    parser.add_argument("workload", choices=["decode", "mixed", "shared", "first", "outside"])
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--peer", default="transformers", choices=["transformers", "none"])
     parser.add_argument("--requests", type=int, default=0)
@@ -192,6 +237,8 @@ def main() -> None:
         served(args, mixed_requests(args.requests or 64))
     elif args.workload == "shared":
         served(args, shared_requests(args.requests or 16))
+    elif args.workload == "outside":
+        outside(args)
     else:
         first_token(args)
 
