@@ -2,18 +2,25 @@
 
     python bench/eviction.py TRACE.jsonl [--blocks 5000,20000] [--devices 4] [--json FILE]
 
-The last column is perfect foresight (Belady, IBM Systems Journal 1966): the block whose next use
-is farthest away goes first, in a bare list without running requests. No policy reaches it.
+"bare" is the same cache driven by the sequence of prompts alone, one request at a time and no
+output. The last column is perfect foresight (Belady, IBM Systems Journal 1966): the block whose
+next use is farthest away goes first, in a bare list too. No policy reaches it.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import heapq
 import json
 import platform
 from pathlib import Path
 
+import numpy as np
+
+from blocktable.core.errors import OutOfBlocks
+from blocktable.core.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from blocktable.manager import KVCacheManager
 from blocktable.sim.simulator import SimOptions, simulate
 from blocktable.sim.step_time import StepTimeModel
 from blocktable.sim.trace import Trace, read_trace
@@ -55,6 +62,24 @@ def foresight(trace: Trace, num_blocks: int) -> float:
     return hits * trace.block_size / trace.prompt_tokens
 
 
+def bare(trace: Trace, num_blocks: int, policy: str) -> float:
+    """Share of prompt tokens hit when requests come one at a time and generate nothing."""
+    spec = FullAttentionSpec(block_size=trace.block_size, num_kv_heads=1, head_size=1)
+    manager = KVCacheManager(
+        KVCacheConfig(num_blocks + 1, (KVCacheGroupSpec(("kv",), spec),)),
+        max_num_rows=1, max_model_len=trace.max_length + 1, eviction=policy, seed=0,
+    )  # fmt: skip
+    row, hits = np.zeros(1, np.int32), 0
+    for i in range(len(trace)):
+        prompt = trace.prompt(i)
+        hit = manager.find_hit(manager.sequence(prompt))
+        with contextlib.suppress(OutOfBlocks):  # longer than the cache
+            manager.admit(0, hit, len(prompt) - hit.num_tokens)
+            manager.release(row)
+            hits += hit.num_tokens
+    return hits / trace.prompt_tokens
+
+
 def measure(trace: Trace, blocks: int, devices: int) -> dict[str, float | int]:
     """Hit rates in percent at one pool size."""
     row: dict[str, float | int] = {"blocks": blocks}
@@ -64,6 +89,7 @@ def measure(trace: Trace, blocks: int, devices: int) -> dict[str, float | int]:
         )
         report = simulate(trace, options)
         row[policy] = round(100 * report.hit_tokens / report.query_tokens, 2)
+        row[f"bare {policy}"] = round(100 * bare(trace, blocks, policy), 2)
     row["foresight"] = round(100 * foresight(trace, blocks), 2)
     return row
 
@@ -77,13 +103,15 @@ def main() -> None:
     args = parser.parse_args()
     trace = read_trace(args.trace)
     rows = []
-    print(f"{'blocks':>8} {'lru %':>8} {'reuse %':>8} {'gain':>7} {'foresight %':>12}")
+    print(f"{'blocks':>8} {'lru %':>8} {'reuse %':>8} {'gain':>7} {'bare lru %':>11} "
+          f"{'bare reuse %':>13} {'gain':>7} {'foresight %':>12}")  # fmt: skip
     for blocks in map(int, args.blocks.split(",")):
         row = measure(trace, blocks, args.devices)
         rows.append(row)
         print(
             f"{blocks:8} {row['lru']:8.2f} {row['reuse']:8.2f} {row['reuse'] - row['lru']:+7.2f} "
-            f"{row['foresight']:12.2f}",
+            f"{row['bare lru']:11.2f} {row['bare reuse']:13.2f} "
+            f"{row['bare reuse'] - row['bare lru']:+7.2f} {row['foresight']:12.2f}",
             flush=True,
         )
     if args.json:

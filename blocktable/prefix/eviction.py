@@ -6,8 +6,8 @@ conversation that went on once mostly goes on again; one that only shares a syst
 others often does not). Within a class the oldest goes first, as in LRU; between classes, the one
 whose oldest block has the lowest hit density (``density.py``) gives up a block. Evicted keys are
 remembered for a while (``ghosts.py``), so that the policy sees hits it missed by evicting too
-early. That is what LRU cannot see when a conversation's next turn comes just after its blocks are
-gone.
+early: that is what LRU cannot see when a conversation's next turn comes just after its blocks are
+gone. Where LRU would have had more of the recent hits, LRU it is (``duel.py``).
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ class ReuseQueue:
         self._born = np.zeros(num_blocks, np.int64)
         self._ghosts = GhostTable(num_blocks)
         self._density = HitDensity(SPENT, num_blocks)
-        self._period = max(256, num_blocks // 2)
+        self._sample = 4 if num_blocks >= 4096 else 1  # of the blocks, what a ranking looks at
+        self._period = max(256, num_blocks // 8)
         self._clock, self._next_rank = 0, self._period
 
     def __len__(self) -> int:
@@ -123,12 +124,13 @@ class ReuseQueue:
     def _cheapest(self) -> int:
         if len(self._queues[SPENT]):
             return SPENT
-        best, lowest = 0, np.inf
+        best, lowest, lru = 0, np.inf, self._density.duel.lru
         for number, queue in enumerate(self._queues[:SPENT]):
             if len(queue):
-                density = self._density.of(number, self._clock - int(self._born[queue.peek()]))
-                if density < lowest:
-                    best, lowest = number, density
+                born = int(self._born[queue.peek()])
+                worth = born if lru else self._density.of(number, self._clock - born)
+                if worth < lowest:
+                    best, lowest = number, worth
         return best
 
     def _learn_hits(self, blocks: BlockIds) -> None:
@@ -167,11 +169,13 @@ class ReuseQueue:
         self._queues[SPENT].push(old)
 
     def _rank(self) -> None:
-        queued = np.flatnonzero((self._of >= 0) & (self._of < SPENT))
-        ghosts = self._ghosts.all()
+        every = self._sample
+        some = np.arange(self._clock % every, len(self._of), every)
+        queued = some[(self._of[some] >= 0) & (self._of[some] < SPENT)]
+        ghosts = self._ghosts.sample(every)
         kinds = np.concatenate([self._of[queued], ghosts.kind])
         born = np.concatenate([self._born[queued], ghosts.born])
-        self._density.rank(kinds, self._clock - born)
+        self._density.rank(kinds, self._clock - born, len(queued), every)
 
 
 def class_of(hits: NDArray[np.uint8]) -> NDArray[np.int8]:

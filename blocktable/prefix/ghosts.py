@@ -21,10 +21,11 @@ class Ghosts(NamedTuple):
 
 
 class GhostTable:
-    """The last evictions by key, in arrays: a direct-mapped table and a ring of its places in the
-    order of eviction. Of two keys with one place the later stays (about one in ten is lost so by
-    the end of its time). 32 bits of the key tell ghosts apart; a mistaken one costs a worse guess,
-    never a wrong hit. About 290 bytes a block of the pool, touched when used."""
+    """The last evictions by key, in arrays: a table in which each key has two possible places,
+    and a ring of the places taken in the order of eviction. Where both are taken the older ghost
+    is lost (about one in thirty by the end of its time). 32 bits of the key tell ghosts apart; a
+    mistaken one costs a worse guess, never a wrong hit. About 290 bytes a block of the pool,
+    touched when used."""
 
     def __init__(self, num_blocks: int) -> None:
         places, turns = _ROOM * REMEMBERED * num_blocks, REMEMBERED * num_blocks
@@ -39,10 +40,12 @@ class GhostTable:
     def remember(self, words: NDArray[np.uint64], ghosts: Ghosts) -> Ghosts:
         """Blocks with these (first words of) keys are evicted. Returns the ghosts that make
         room for them, never met again. O(k)."""
-        tags, places = self._find(words)
         turn = (self._count + np.arange(len(words))) % len(self._ring)
         old = self._ring[turn], self._ring_born[turn]
         gone = self._take(old[0][self._alive(*old)])
+        tags, first, second = self._find(words)
+        worse = self._born[second] * (self._tag[second] != 0)  # 0 = free
+        places = np.where((self._tag[first] == 0) | (self._born[first] < worse), first, second)
         self._ring[turn], self._ring_born[turn] = places, ghosts.born
         self._count += len(words)
         self._tag[places] = tags
@@ -53,19 +56,26 @@ class GhostTable:
     def meet(self, words: NDArray[np.uint64]) -> tuple[NDArray[np.bool_], Ghosts]:
         """Which of these keys were evicted not long ago, and what was known of them; they are
         ghosts no longer. O(k)."""
-        tags, places = self._find(words)
+        tags, first, second = self._find(words)
+        places = np.where(self._tag[first] == tags, first, second)
         met = self._tag[places] == tags
         return met, self._take(places[met])
 
-    def all(self) -> Ghosts:
-        """All ghosts. O(places)."""
+    def sample(self, every: int) -> Ghosts:
+        """The ghosts among each ``every``-th of the evictions remembered. O(evictions / every)."""
         used = min(self._count, len(self._ring))
-        places = self._ring[:used]
-        return self._read(places[self._alive(places, self._ring_born[:used])])
+        places = self._ring[:used:every]
+        return self._read(places[self._alive(places, self._ring_born[:used:every])])
 
-    def _find(self, words: NDArray[np.uint64]) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
-        scaled = (words >> np.uint64(32)) * np.uint64(len(self._tag)) >> np.uint64(32)
-        return words.astype(np.uint32) | np.uint32(1), scaled.astype(np.int64)
+    def _find(
+        self, words: NDArray[np.uint64]
+    ) -> tuple[NDArray[np.uint32], NDArray[np.int64], NDArray[np.int64]]:
+        """Tags and both places of keys."""
+        high, size = words >> np.uint64(32), np.uint64(len(self._tag))
+        other = (high * np.uint64(0x9E3779B1) + words) & np.uint64(0xFFFFFFFF)
+        places = (high * size >> np.uint64(32), other * size >> np.uint64(32))
+        tags = words.astype(np.uint32) | np.uint32(1)
+        return tags, places[0].astype(np.int64), places[1].astype(np.int64)
 
     def _alive(self, places: NDArray, born: NDArray[np.int64]) -> NDArray[np.bool_]:
         return (self._tag[places] != 0) & (self._born[places] == born)
