@@ -4,8 +4,10 @@
     python bench/serve.py --peer                # and `transformers serve`, same weights, same load
     python bench/serve.py --overhead            # 32 streams through HTTP against the bare engine
 
-Requests arrive as a Poisson process; all have the shared system prompt of examples/prompts.jsonl.
-Each server runs in a process of its own, one after the other, and gets the same requests.
+Requests arrive as a Poisson process; all have the shared system prompt of examples/prompts.jsonl,
+and no two the same question. With --peer both servers run, each in a process of its own, and the
+load goes to one and the other in turn; the figures are medians of the rounds, with the smallest and
+the largest.
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack, contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -57,6 +61,12 @@ def messages() -> list[list[dict[str, str]]]:
     return [[system, {"role": "user", "content": r["user"]}] for r in records[1:]]
 
 
+def asked(chats: list[list[dict[str, str]]], i: int, round: int) -> list[dict[str, str]]:
+    """The ``i``-th chat of a round: its question is asked nowhere else."""
+    system, user = chats[i % len(chats)]
+    return [system, {**user, "content": f"{user['content']} ({round}.{i})"}]
+
+
 async def one(client: httpx.AsyncClient, model: str, chat: Any, load: Load) -> Times:
     """Stream one answer."""
     body = {"model": model, "messages": chat, "max_tokens": load.max_tokens, "stream": True,
@@ -82,7 +92,7 @@ async def drive(url: str, model: str, load: Load) -> tuple[list[Times], float]:
     async with httpx.AsyncClient(base_url=url, timeout=900) as client:
         start, tasks = time.perf_counter(), []
         for i in range(load.requests):
-            tasks.append(asyncio.create_task(one(client, model, chats[i % len(chats)], load)))
+            tasks.append(asyncio.create_task(one(client, model, asked(chats, i, load.seed), load)))
             if load.rate:
                 await asyncio.sleep(rng.expovariate(load.rate))
         return list(await asyncio.gather(*tasks)), time.perf_counter() - start
@@ -104,17 +114,37 @@ def quantile(values: list[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else float("nan")
 
 
-def report(name: str, results: list[Times], seconds: float) -> None:
-    """One line for a server."""
+def spread(values: list[float], digits: int = 1) -> str:
+    """Median, and the smallest and largest."""
+    low, middle, high = (
+        f"{v:.{digits}f}" for v in (min(values), statistics.median(values), max(values))
+    )
+    return f"{middle} ({low}-{high})"
+
+
+def figures(results: list[Times], seconds: float) -> dict[str, float]:
+    """What a round of a load came to; times in milliseconds."""
     first = [r.first for r in results]
     gaps = [gap for r in results for gap in r.gaps]
-    pieces = sum(r.tokens for r in results)
-    print(
-        f"{name:14} {pieces / seconds:8.1f} pieces/s in {seconds:6.1f} s | first piece p50 "
-        f"{statistics.median(first) * 1e3:7.0f} ms, p99 {quantile(first, 0.99) * 1e3:7.0f} ms | "
-        f"between pieces p50 {quantile(gaps, 0.5) * 1e3:6.1f} ms, p99 "
-        f"{quantile(gaps, 0.99) * 1e3:6.1f} ms"
-    )
+    return {
+        "pieces/s": sum(r.tokens for r in results) / seconds,
+        "first piece p50": statistics.median(first) * 1e3,
+        "first piece p99": quantile(first, 0.99) * 1e3,
+        "between pieces p50": quantile(gaps, 0.5) * 1e3,
+        "between pieces p99": quantile(gaps, 0.99) * 1e3,
+    }
+
+
+def report(rounds: dict[str, list[dict[str, float]]]) -> None:
+    """A line for each figure: every server, and the last beside the first."""
+    names = list(rounds)
+    print(f"{'':20} " + " ".join(f"{name:>28}" for name in names) + f" {'ratio':>7}")
+    for key in rounds[names[0]][0]:
+        columns = [[r[key] for r in rounds[name]] for name in names]
+        line = f"{key:20} " + " ".join(f"{spread(column):>28}" for column in columns)
+        if len(columns) > 1:
+            line += f" {statistics.median(columns[0]) / statistics.median(columns[1]):7.2f}"
+        print(line)
 
 
 def free_port() -> int:
@@ -123,20 +153,48 @@ def free_port() -> int:
         return sock.getsockname()[1]
 
 
-def with_server(command: list[str], port: int, model: str, load: Load, name: str) -> None:
-    """Start a server, warm it with one request, drive it, stop it."""
+@contextmanager
+def server_of(command: list[str], url: str, model: str) -> Iterator[None]:
+    """A server in a process of its own, warmed with one request."""
     env = {**os.environ, "HF_HUB_OFFLINE": "1"}
     process = subprocess.Popen(
         command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
-    url = f"http://127.0.0.1:{port}"
     try:
         wait_ready(url, process)
         asyncio.run(drive(url, model, Load(1, 0, 4, 0)))
-        report(name, *asyncio.run(drive(url, model, load)))
+        yield
     finally:
         process.terminate()
         process.wait(timeout=60)
+
+
+def compare(load: Load, rounds: int, peer: bool) -> None:
+    """The load on our server, and in turn on the peer's."""
+    with ExitStack() as stack:
+        places: dict[str, tuple[str, str]] = {}
+        port = free_port()
+        own = [sys.executable, "-m", "blocktable", "serve", "smollm2", "--port", str(port)]
+        places["blocktable"] = f"http://127.0.0.1:{port}", "smollm2"
+        stack.enter_context(server_of([*own, "--dtype", "float32"], *places["blocktable"]))
+        if peer:
+            model, port = (
+                saved_model(stack.enter_context(tempfile.TemporaryDirectory())),
+                free_port(),
+            )
+            other = [
+                str(Path(sys.executable).parent / "transformers"), "serve", "--port", str(port),
+                "--continuous-batching", "--dtype", "float32",
+            ]  # fmt: skip
+            places["transformers serve"] = f"http://127.0.0.1:{port}", model
+            stack.enter_context(server_of(other, *places["transformers serve"]))
+        found: dict[str, list[dict[str, float]]] = {name: [] for name in places}
+        for i in range(rounds):
+            for name, place in places.items():
+                found[name].append(figures(*asyncio.run(drive(*place, load._replace(seed=i + 1)))))
+        print(f"{load.requests} requests of {load.max_tokens} tokens, {load.rate:g}/s, "
+              f"{rounds} rounds: median (smallest-largest)")  # fmt: skip
+        report(found)
 
 
 def wait_ready(url: str, process: subprocess.Popen[bytes]) -> None:
@@ -164,8 +222,8 @@ def saved_model(folder: str) -> str:
     return folder
 
 
-def overhead(load: Load, rounds: int = 3) -> None:
-    """The same requests at once, in turn through the bare engine and through HTTP; best of each."""
+def overhead(load: Load, rounds: int) -> None:
+    """The same requests at once, in turn through the bare engine and through HTTP."""
     import threading
 
     import uvicorn
@@ -176,7 +234,7 @@ def overhead(load: Load, rounds: int = 3) -> None:
 
     llm = LLM("smollm2", dtype="float32")
     params = SamplingParams(max_tokens=load.max_tokens, temperature=0)
-    chats = [messages()[i % 16] for i in range(load.requests)]
+    chats = [asked(messages(), i, load.seed) for i in range(load.requests)]
     prompts = [llm.encode_chat(chat) for chat in chats]
 
     def bare(_: object) -> float:
@@ -197,8 +255,8 @@ def overhead(load: Load, rounds: int = 3) -> None:
     alone, served, own = [], [], []
     clients = ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
     for _ in range(rounds + 1):
-        asked = asyncio.run_coroutine_threadsafe(app.state.bridge.ask(bare), loop)
-        alone.append(asked.result())
+        pending = asyncio.run_coroutine_threadsafe(app.state.bridge.ask(bare), loop)
+        alone.append(pending.result())
         before = asyncio.run_coroutine_threadsafe(loop_cpu(), loop).result()
         served.append(clients.submit(drive_seconds, url, load).result())
         own.append(asyncio.run_coroutine_threadsafe(loop_cpu(), loop).result() - before)
@@ -206,13 +264,18 @@ def overhead(load: Load, rounds: int = 3) -> None:
     clients.shutdown()
     server.should_exit = True
     thread.join(timeout=20)
-    best, reached = min(alone[1:]), min(served[1:])  # the first round warms the cache
+    ratios = [with_http / bare - 1 for with_http, bare in zip(served, alone, strict=True)][1:]
+    shares = [used / bare for used, bare in zip(own, alone, strict=True)][1:]
     print(
-        f"{load.requests} streams of {load.max_tokens} tokens, best of {rounds}: engine alone "
-        f"{best:.2f} s, through HTTP with the client on the same cores {reached:.2f} s "
-        f"({reached / best - 1:+.1%}); the server's own thread used {min(own[1:]):.2f} s of CPU "
-        f"({min(own[1:]) / best:.1%}), recording {share:.2%} of the engine's time"
-    )
+        f"{load.requests} streams of {load.max_tokens} tokens, {rounds} rounds: "
+        f"median (smallest-largest)\n"
+        f"engine alone                          {spread(alone[1:], 2)} s\n"
+        f"through HTTP, client on the same cores {spread(served[1:], 2)} s, "
+        f"{spread([100 * r for r in ratios])}% more\n"
+        f"CPU of the server's own thread        {spread(own[1:], 2)} s, "
+        f"{spread([100 * share for share in shares])}% of the engine's time\n"
+        f"recording for the inspector           {share:.2%} of the engine's time"
+    )  # the first round, which warms the cache, is left out
 
 
 def main() -> None:
@@ -223,23 +286,13 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=32)
     parser.add_argument("--peer", action="store_true", help="also transformers serve")
     parser.add_argument("--overhead", action="store_true")
+    parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
     load = Load(options.requests, options.rate, options.max_tokens, 0)
     if options.overhead:
-        overhead(load._replace(rate=0.0))
-        return
-    port = free_port()
-    command = [sys.executable, "-m", "blocktable", "serve", "smollm2", "--port", str(port)]
-    with_server([*command, "--dtype", "float32"], port, "smollm2", load, "blocktable")
-    if options.peer:
-        with tempfile.TemporaryDirectory() as folder:
-            model = saved_model(folder)
-            port = free_port()
-            peer = [
-                str(Path(sys.executable).parent / "transformers"), "serve", "--port", str(port),
-                "--continuous-batching", "--dtype", "float32",
-            ]  # fmt: skip
-            with_server(peer, port, model, load, "transformers")
+        overhead(load._replace(rate=0.0), options.rounds)
+    else:
+        compare(load, options.rounds, options.peer)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,62 @@
+"""The examples run as they are, and so does the Python in the guides."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from serving import make_llm, running
+
+import blocktable
+from blocktable.serve.config import ServerConfig
+
+MARKS = ("--- JSON that follows a schema", "--- how likely a text is")
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run_example(name, *arguments):
+    return subprocess.run(
+        [sys.executable, str(ROOT / "examples" / name), *arguments],
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+
+
+def test_the_offline_example():
+    done = run_example("offline.py")
+    assert done.returncode == 0, done.stderr
+    assert "Paris" in done.stdout
+    lines = done.stdout.splitlines()
+    start, end = (i for i, line in enumerate(lines) if line in MARKS)
+    made = json.loads("".join(lines[start + 1 : end]))
+    assert set(made) == {"city", "large"}
+    blue, toast = (float(line.split()[-1]) for line in lines[-2:])
+    assert blue > toast
+
+
+def test_the_client_example():
+    with running(ServerConfig(port=0), max_model_len=1024, num_blocks=600) as server:
+        done = run_example("openai_client.py", f"{server.url}/v1", "tiny")
+    # random weights: JSON may be cut short by max_tokens, all before it must have worked
+    if done.returncode:
+        assert "JSONDecodeError" in done.stderr, done.stderr
+    assert "usage: " in done.stdout and "schema: {" in done.stdout
+
+
+def snippets(page):
+    """The Python of a page, in one piece."""
+    return "\n".join(re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL))
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/engine.md"])
+def test_python_of_the_guides(page, monkeypatch, tmp_path):
+    """Run as it stands, but for the model: a tiny one with the same options."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(blocktable, "LLM", lambda model, **options: make_llm(**options))
+    exec(snippets(page), {})
+
+
+def test_python_of_the_server_guide():
+    with running(ServerConfig(port=0, served_name="smollm2")) as server:
+        exec(snippets("docs/server.md").replace("http://127.0.0.1:8000", server.url), {})
