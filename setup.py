@@ -21,6 +21,7 @@ def extensions() -> list[Extension]:
             Extension(
                 "blocktable.core._native",
                 ["blocktable/core/_native.c"],
+                depends=sorted(str(path) for path in Path("blocktable/core").glob("*.h")),
                 extra_compile_args=COMMON,
                 optional=True,
             )

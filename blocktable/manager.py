@@ -253,7 +253,8 @@ class KVCacheManager(RowSharing, Retaining):
             fences = self.pool.fencing
             if plain and native.grow(rows, num_new_tokens, lookahead, hashers, fences):
                 if self.book is not None and self.book.sink is not None:
-                    self.book.report_steps(*native.heard(), self.groups)
+                    given, taken = native.heard()
+                    self.book.report_steps(given, taken, self.groups)
                 return len(rows)
         computed = self.num_computed[rows]
         total = computed + num_new_tokens
