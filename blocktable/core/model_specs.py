@@ -7,10 +7,11 @@ reader's to fill in (``plan/config_reader.py`` asks transformers for them).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from blocktable.core.config_fields import checked_fields
 from blocktable.core.errors import ConfigError
 from blocktable.core.grouping import Grouping, group_layers
 from blocktable.core.specs import (
@@ -49,7 +50,7 @@ class ModelConfig:
     """A configuration's text part, with the names of all families for the same thing."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
-        self.values = _text_part(config)
+        self.values = checked_fields(_text_part(config))
         self.model_type = str(self.values.get("model_type", config.get("model_type", "unknown")))
 
     def get(self, name: str, default: Any = None) -> Any:
@@ -168,6 +169,7 @@ def _is_mamba(config: ModelConfig) -> bool:
 def _windowed_kinds(config: ModelConfig, count: int) -> list[LayerKind]:
     if config.get("no_rope_layers") and config.get("attention_chunk_size"):
         rope = config.get("no_rope_layers")  # 1 where a layer has RoPE, and then it is chunked
+        _one_a_layer("no_rope_layers", rope, count)
         return ["chunked" if rope[i] else "full" for i in range(count)]
     window = config.get("sliding_window")
     if not window or config.get("use_sliding_window", True) is False:
@@ -178,6 +180,11 @@ def _windowed_kinds(config: ModelConfig, count: int) -> list[LayerKind]:
         return ["sliding" if (i + 1) % pattern else "full" for i in range(count)]
     first = config.get("max_window_layers", 0) if config.get("use_sliding_window") else 0
     return ["sliding" if i >= first else "full" for i in range(count)]
+
+
+def _one_a_layer(name: str, values: Sequence[Any], count: int) -> None:
+    if len(values) < count:
+        raise ConfigError(f"{name} has {len(values)} entries for {count} layers")
 
 
 def kv_heads_per_rank(num_kv_heads: int, tensor_parallel_size: int) -> int:
@@ -255,6 +262,7 @@ class _Builder:
                 heads = int(config.get("num_global_key_value_heads", heads))
         per_layer = config.get("num_key_value_heads_per_layer")
         if per_layer:
+            _one_a_layer("num_key_value_heads_per_layer", per_layer, config.num_layers)
             heads = int(per_layer[index])
         shape: dict[str, Any] = {
             "block_size": self.block_size, "dtype": self.dtype, "head_size": size,
@@ -323,8 +331,9 @@ class _Builder:
         config = self.config
         nested = config.get("linear_attn_config")
         if isinstance(nested, Mapping):  # Kimi: three convolutions, heads of one size
-            heads, size = self._share("heads", int(nested["num_heads"])), int(nested["head_dim"])
-            conv = (heads * size, int(nested.get("short_conv_kernel_size", 4)))
+            inner = ModelConfig(nested)
+            heads, size = self._share("heads", inner.need("num_heads")), inner.need("head_dim")
+            conv = (heads * size, int(inner.get("short_conv_kernel_size", 4)))
             return conv, conv, conv, (heads, size, size)
         if not config.get("linear_num_value_heads"):
             heads = self._share("heads", config.need("num_attention_heads"))

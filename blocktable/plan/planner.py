@@ -191,7 +191,13 @@ class _Planner:
         )
         self.grouping = group_model(self.layers)
         self.groups = self.grouping.groups
-        self.context = options.context or int(self.fields.get("max_position_embeddings", 4096))
+        self.context = options.context or self._own_context()
+
+    def _own_context(self) -> int:
+        if self.fields.get("max_position_embeddings") is None:
+            self.notes.append("the configuration states no context: 4096 is assumed")
+            return 4096
+        return self.fields.need("max_position_embeddings")
 
     def _model_dtype(self) -> str:
         stated = self.fields.get("dtype") or self.fields.get("torch_dtype") or "bfloat16"
