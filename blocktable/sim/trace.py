@@ -22,6 +22,10 @@ HASH_BLOCK = 512
 """Prompt tokens that one hash id of the published traces stands for."""
 
 
+MAX_LENGTH = 2**23
+"""Most prompt tokens, and most output tokens, of one request."""
+
+
 class TraceError(BlocktableError, ValueError):
     """A trace line that cannot be read; names the file, the line and what is wrong."""
 
@@ -117,7 +121,11 @@ def _parse_line(where: str, line: str, block_size: int) -> dict[str, Any]:
         whole = isinstance(value, int) or (name == "timestamp" and isinstance(value, float))
         if isinstance(value, bool) or not whole or not least <= value < 2**31 * 1000:
             raise TraceError(f"{where}: {name} must be a number >= {least}, got {value!r}")
-    ids = entry.get("hash_ids")
+        if name != "timestamp" and value > MAX_LENGTH:
+            raise TraceError(f"{where}: {name} {value} is above {MAX_LENGTH}, the longest possible")
+    if "hash_ids" not in entry:
+        raise TraceError(f"{where}: field 'hash_ids' is missing")
+    ids = entry["hash_ids"]
     if not isinstance(ids, list) or not all(type(h) is int for h in ids):
         raise TraceError(f"{where}: hash_ids must be a list of integers, got {str(ids)[:60]}")
     need = ceil_div(entry["input_length"], block_size)

@@ -115,6 +115,10 @@ def test_command_writes_json_and_plots(tmp_path: Path) -> None:
         (entry(-1, 5, 1, [1]), "timestamp must be a number >= 0, got -1"),
         (entry(0, 5, 1.5, [1]), "output_length must be a number >= 0, got 1.5"),
         (entry(0, True, 1, [1]), "input_length must be a number >= 1, got True"),
+        ({"timestamp": 0, "input_length": 5, "output_length": 1}, "field 'hash_ids' is missing"),
+        (entry(0, 5, 10**11, [1]), "output_length 100000000000 is above 8388608"),
+        (entry(0, 10**9, 1, [1]), "input_length 1000000000 is above 8388608"),
+        (entry(float("nan"), 5, 1, [1]), "timestamp must be a number >= 0, got nan"),
         (entry(0, 5, 1, ["x"]), "hash_ids must be a list of integers"),
         (entry(0, 600, 1, [1]), "1 hash_ids for input_length 600, but 512 tokens each make 2"),
     ],
@@ -141,6 +145,37 @@ def test_lines_in_any_order_and_other_block_sizes(tmp_path: Path) -> None:
     assert report.hit_tokens == 32 and report.finished == 2
 
 
+def test_bound_by_hand(tmp_path: Path) -> None:
+    """Every case of the bound in one trace; the comments are whole blocks hit."""
+    entries = [
+        entry(0, 1536, 2, [1, 2, 3]),  # 0: the first
+        entry(10_000, 1536, 2, [1, 2, 3]),  # 2: the last prompt token is always computed
+        entry(20_000, 1537, 0, [1, 2, 3, 4]),  # 3: it is in the fourth block
+        entry(30_000, 2000, 1, [1, 2, 9, 3]),  # 2: the same id behind another one is another block
+        entry(40_000, 1024, 1, [2, 3]),  # 0: so is one at the beginning
+        entry(50_000, 2048, 1, [5, 5, 5, 5]),  # 0: a repeated id is a block for each place
+        entry(60_000, 2048, 1, [5, 5, 5, 5]),  # 3
+        entry(60_001, 700, 1, [1, 2]),  # 1: 188 tokens of id 2 are no whole block
+        entry(60_002, 1300, 1, [1, 2, 7]),  # 2
+        entry(5_000, 1100, 1, [6, 2, 8]),  # 0: comes second, and brings nothing that is hit
+    ]
+    path = write(tmp_path / "hand.jsonl", entries)
+    report = simulate(read_trace(path), SimOptions())
+    assert bound(path) == 512 * (2 + 3 + 2 + 3 + 1 + 2) == report.hit_tokens == 6656
+    assert report.query_tokens == 14_829 and report.finished == 10
+    assert simulate(read_trace(path), SimOptions(eviction="reuse")).hit_tokens == 6656
+
+
+def test_one_line(tmp_path: Path) -> None:
+    report = simulate(read_trace(write(tmp_path / "t.jsonl", [entry(7, 1, 0, [3])])), SimOptions())
+    assert (report.requests, report.finished, report.query_tokens, report.hit_tokens) == (
+        1,
+        1,
+        1,
+        0,
+    )
+
+
 def test_bad_options(tmp_path: Path) -> None:
     path = made_trace(tmp_path / "t.jsonl", count=3)
     with pytest.raises(ConfigError, match="number or 'unbounded', got 'many'"):
@@ -160,9 +195,8 @@ def test_bad_options(tmp_path: Path) -> None:
 
 
 def test_production_trace_bound(shared_dir: Path) -> None:
-    trace = read_trace(shared_dir / "traces" / "conversation_trace.jsonl", limit=3000)
-    whole = read_trace(shared_dir / "traces" / "conversation_trace.jsonl")
-    assert (len(whole), whole.prompt_tokens) == (12031, 144_793_823)
-    report = simulate(trace, SimOptions())
-    assert report.query_tokens == trace.prompt_tokens
-    assert report.finished == 3000
+    path = shared_dir / "traces" / "conversation_trace.jsonl"
+    assert bound(path) == 54_063_104
+    report = simulate(read_trace(path), SimOptions())
+    assert (report.requests, report.finished, report.preemptions) == (12031, 12031, 0)
+    assert (report.query_tokens, report.hit_tokens) == (144_793_823, 54_063_104)
