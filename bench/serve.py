@@ -119,7 +119,7 @@ def spread(values: list[float], digits: int = 1) -> str:
     low, middle, high = (
         f"{v:.{digits}f}" for v in (min(values), statistics.median(values), max(values))
     )
-    return f"{middle} ({low}-{high})"
+    return f"{middle} ({low} to {high})"
 
 
 def figures(results: list[Times], seconds: float) -> dict[str, float]:
@@ -138,12 +138,16 @@ def figures(results: list[Times], seconds: float) -> dict[str, float]:
 def report(rounds: dict[str, list[dict[str, float]]]) -> None:
     """A line for each figure: every server, and the last beside the first."""
     names = list(rounds)
-    print(f"{'':20} " + " ".join(f"{name:>28}" for name in names) + f" {'ratio':>7}")
+    print(
+        f"{'':20} "
+        + " ".join(f"{name:>28}" for name in names)
+        + (" ratio" if len(names) > 1 else "")
+    )
     for key in rounds[names[0]][0]:
         columns = [[r[key] for r in rounds[name]] for name in names]
         line = f"{key:20} " + " ".join(f"{spread(column):>28}" for column in columns)
         if len(columns) > 1:
-            line += f" {statistics.median(columns[0]) / statistics.median(columns[1]):7.2f}"
+            line += f" {statistics.median(columns[0]) / statistics.median(columns[1]):5.2f}"
         print(line)
 
 
@@ -193,7 +197,7 @@ def compare(load: Load, rounds: int, peer: bool) -> None:
             for name, place in places.items():
                 found[name].append(figures(*asyncio.run(drive(*place, load._replace(seed=i + 1)))))
         print(f"{load.requests} requests of {load.max_tokens} tokens, {load.rate:g}/s, "
-              f"{rounds} rounds: median (smallest-largest)")  # fmt: skip
+              f"{rounds} rounds: median (smallest to largest)", flush=True)  # fmt: skip
         report(found)
 
 
@@ -268,7 +272,7 @@ def overhead(load: Load, rounds: int) -> None:
     shares = [used / bare for used, bare in zip(own, alone, strict=True)][1:]
     print(
         f"{load.requests} streams of {load.max_tokens} tokens, {rounds} rounds: "
-        f"median (smallest-largest)\n"
+        f"median (smallest to largest)\n"
         f"engine alone                          {spread(alone[1:], 2)} s\n"
         f"through HTTP, client on the same cores {spread(served[1:], 2)} s, "
         f"{spread([100 * r for r in ratios])}% more\n"

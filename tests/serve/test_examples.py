@@ -2,10 +2,12 @@
 
 import json
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
+import httpx
 import pytest
 from serving import make_llm, running
 
@@ -60,3 +62,34 @@ def test_python_of_the_guides(page, monkeypatch, tmp_path):
 def test_python_of_the_server_guide():
     with running(ServerConfig(port=0, served_name="smollm2")) as server:
         exec(snippets("docs/server.md").replace("http://127.0.0.1:8000", server.url), {})
+
+
+def test_make_serve_is_a_chat_with_the_inspector_open():
+    """The README's claim, with the very command of the Makefile on a free port."""
+    told = subprocess.run(
+        ["make", "-n", "serve"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
+    command = told.strip().splitlines()[-1].split()
+    assert command[0].endswith("blocktable") and command[1:] == ["serve", "smollm2"]
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port = sock.getsockname()[1]
+    made = subprocess.Popen(
+        [sys.executable, "-m", "blocktable", *command[1:], "--port", str(port)],
+        stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    url = f"http://127.0.0.1:{port}"
+    try:
+        lines = [made.stderr.readline() for _ in range(2)]
+        assert lines[1].strip() == f"inspector at {url}/inspect"
+        with httpx.Client(
+            base_url=url, timeout=120, transport=httpx.HTTPTransport(retries=5)
+        ) as http:
+            body = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 8}
+            answer = http.post("/v1/chat/completions", json=body).json()
+            assert answer["choices"][0]["message"]["content"]
+            assert "blocktable inspector" in http.get("/inspect").text
+    finally:
+        made.terminate()
+        made.wait(timeout=60)
+        made.stderr.close()
