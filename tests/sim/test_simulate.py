@@ -16,7 +16,7 @@ from blocktable.sim.step_time import StepTimeModel
 from blocktable.sim.trace import TraceError, read_trace
 
 
-def entry(time: float, length: int, output: int, ids: list[int]) -> dict:
+def entry(time: float, length: object, output: object, ids: object) -> dict:
     return {"timestamp": time, "input_length": length, "output_length": output, "hash_ids": ids}
 
 
