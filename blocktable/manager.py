@@ -51,6 +51,12 @@ __all__ = [
 ]  # fmt: skip
 
 
+def _check_size(name: str, value: object, least: int = 1) -> None:
+    whole = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+    if not (whole and least <= value <= 2**31 - 1):  # pyright: ignore[reportOperatorIssue]
+        raise ConfigError(f"{name} must be an integer in [{least}, 2**31 - 1], got {value!r}")
+
+
 class KVCacheManager(RowSharing, Retaining):
     """The paged KV cache of one engine, in arrays of rows; a request is a row number, the same in
     every group's table and on the device. A call that raises has changed nothing.
@@ -81,12 +87,15 @@ class KVCacheManager(RowSharing, Retaining):
         ``host_blocks`` > 0 makes a second pool for swapping (its block 0 is reserved too);
         ``cp_world`` ranks share each block's positions; ``sink`` hears of cache changes;
         hints (`pin`, `retain`) keep at most ``retain_share`` of the usable blocks."""
-        if not 0.0 <= retain_share <= 1.0:
-            raise ConfigError(f"retain_share must lie in 0 .. 1, got {retain_share}")
+        number = isinstance(retain_share, (int, float, np.number))
+        if not (number and 0.0 <= retain_share <= 1.0):
+            raise ConfigError(f"retain_share must lie in 0 .. 1, got {retain_share!r}")
         self.retain_share = retain_share
-        for name, value in (("max_num_rows", max_num_rows), ("max_model_len", max_model_len)):
-            if value < 1:
-                raise ConfigError(f"{name} must be positive, got {value}")
+        _check_size("max_num_rows", max_num_rows)
+        _check_size("max_model_len", max_model_len)
+        _check_size("host_blocks", host_blocks, least=0)
+        if max_num_batched_tokens is not None:
+            _check_size("max_num_batched_tokens", max_num_batched_tokens)
         self.config, self.max_num_rows, self.max_model_len = config, max_num_rows, max_model_len
         step = max_model_len if max_num_batched_tokens is None else max_num_batched_tokens
         specs = [g.kv_cache_spec for g in config.kv_cache_groups]

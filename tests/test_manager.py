@@ -1,5 +1,7 @@
 """Requests through the manager: the known faults of this kind of software, and their kind."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -339,6 +341,17 @@ def test_drafts_are_never_cached() -> None:
     manager.append_token_lists(one, [2], [5, 6])
     assert manager.stats().cached_blocks == 1 and manager.num_computed[0] == 4
     check(manager)
+
+
+@pytest.mark.parametrize(
+    "name", ["max_num_rows", "max_model_len", "max_num_batched_tokens", "host_blocks"]
+)
+@pytest.mark.parametrize("value", [-1, 1.5, True, float("nan"), "x", 10**30, [], {}, np.float64(3)])
+def test_sizes_that_are_none_are_named(name: str, value: object) -> None:
+    group = KVCacheGroupSpec(("l",), FullAttentionSpec(block_size=4, num_kv_heads=1, head_size=8))
+    sizes: dict[str, Any] = {"max_num_rows": 4, "max_model_len": 64, name: value}
+    with pytest.raises(ConfigError, match=f"{name} must be an integer in"):
+        KVCacheManager(KVCacheConfig(12, (group,)), **sizes)
 
 
 @pytest.mark.parametrize("tokens", [[], [-1], [1.5], list(range(601))])

@@ -25,6 +25,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from blocktable.core.errors import BlockStateError, ConfigError, OutOfBlocks
 from blocktable.core.eviction import EvictionPolicy, LRUQueue
@@ -35,6 +36,23 @@ STATE_NAMES = ("free", "owned", "fenced", "evictable")
 TOP, FRESH, USED, FENCED_COUNT, PUSHED = range(5)
 SORT_FROM = 32  # taking fewer blocks than this at a time never sorts the free stack
 _NO_BLOCKS = np.zeros(0, np.int32)
+_INT32_MAX = 2**31 - 1
+
+
+def _block_ids(blocks: ArrayLike) -> BlockIds:
+    """Block ids as int32 [n]; BlockStateError for what would become another block by rounding or
+    by wrapping round. The array itself where it is one."""
+    if isinstance(blocks, np.ndarray) and blocks.dtype == np.int32:
+        return blocks if blocks.ndim == 1 and blocks.flags.c_contiguous else blocks.ravel()
+    found = np.asarray(blocks).reshape(-1)
+    if found.size == 0:
+        return _NO_BLOCKS
+    if found.dtype.kind not in "iu":
+        raise BlockStateError(f"block ids must be integers, got {found[0]!r}")
+    if found.min() < 0 or found.max() > _INT32_MAX:
+        bad = found[(found < 0) | (found > _INT32_MAX)][0]
+        raise BlockStateError(f"block {bad} is outside of every pool")
+    return found.astype(np.int32)
 
 
 def _number_of_blocks(count: object) -> int:
@@ -80,9 +98,10 @@ class BlockPool:
         eviction: EvictionPolicy | None = None,
         on_evict: Callable[[BlockIds], None] | None = None,
     ) -> None:
-        if num_blocks < 2 or num_blocks > np.iinfo(np.int32).max:
-            raise ConfigError(f"num_blocks is {num_blocks}; a pool has 2 to 2**31 - 1 blocks")
-        self.num_blocks = num_blocks
+        whole = isinstance(num_blocks, (int, np.integer)) and not isinstance(num_blocks, bool)
+        if not (whole and 2 <= num_blocks <= _INT32_MAX):
+            raise ConfigError(f"num_blocks is {num_blocks!r}; a pool has 2 to 2**31 - 1 blocks")
+        self.num_blocks = int(num_blocks)
         self.ref = np.zeros(num_blocks, np.int32)
         self.state = np.zeros(num_blocks, np.uint8)
         self.keyed = np.zeros(num_blocks, np.bool_)
@@ -209,10 +228,9 @@ class BlockPool:
     def touch(self, blocks: BlockIds) -> None:
         """Add one reference to each block; a cached block nobody holds becomes owned, a fenced
         one with a key too. Raises BlockStateError for a block that is free."""
-        if self.native is not None:
-            blocks = np.ascontiguousarray(blocks, np.int32)
-            if self.native.touch(blocks):
-                return
+        blocks = _block_ids(blocks)
+        if self.native is not None and self.native.touch(blocks):
+            return
         blocks = self._live_ids(blocks)
         if blocks.size == 0:
             return
@@ -250,7 +268,7 @@ class BlockPool:
             )
 
     def _live_ids(self, blocks: BlockIds) -> BlockIds:
-        blocks = np.asarray(blocks, np.int32).reshape(-1)
+        blocks = _block_ids(blocks)
         if blocks.size and (blocks.min() < 0 or blocks.max() >= self.num_blocks):
             bad = blocks[(blocks < 0) | (blocks >= self.num_blocks)][0]
             raise BlockStateError(f"block {bad} is outside a pool of {self.num_blocks} blocks")
@@ -263,10 +281,9 @@ class BlockPool:
         Those that reach zero wait for the steps in flight, then join the eviction order if they
         have a key, else the free stack. Raises BlockStateError on a double release.
         """
-        if self.native is not None and not self._in_flight:
-            blocks = np.ascontiguousarray(blocks, np.int32)
-            if self.native.release(blocks):
-                return
+        blocks = _block_ids(blocks)
+        if self.native is not None and not self._in_flight and self.native.release(blocks):
+            return
         blocks = self._live_ids(blocks)
         if blocks.size == 0:
             return

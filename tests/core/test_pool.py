@@ -1,5 +1,6 @@
 """The life of a block: taken, shared, released, fenced, evicted; and every illegal move."""
 
+import re
 import time
 
 import numpy as np
@@ -164,10 +165,36 @@ def test_losing_its_key_makes_a_cached_block_free() -> None:
     assert pool.counts() == (4, 0, 4, 0, 0)
 
 
-@pytest.mark.parametrize("size", [1, 0, -3, 2**31])
-def test_impossible_sizes(size: int) -> None:
-    with pytest.raises(ConfigError, match=str(size)):
-        BlockPool(size)
+@pytest.mark.parametrize(
+    "size", [1, 0, -3, 2**31, 10**30, 5.0, 1.5, True, "x", None, [], float("nan")]
+)
+def test_impossible_sizes(size: object) -> None:
+    with pytest.raises(ConfigError, match=re.escape(repr(size))):
+        BlockPool(size)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("native", [True, False])
+@pytest.mark.parametrize("what", ["touch", "release", "unkey"])
+@pytest.mark.parametrize(
+    "blocks",
+    [
+        [1.5], [True], ["1"], [None], [2**32 + 1], [10**30], [float("nan")], [-1], [10], "x", None,
+        np.array([1.0]), np.array([2**32 + 1]), np.array([True]), np.array([2**64 - 1], np.uint64),
+    ],
+    ids=repr,
+)  # fmt: skip
+def test_what_names_no_block_is_refused(blocks: object, what: str, native: bool) -> None:
+    """Nothing is rounded or wrapped round to a block that somebody else holds."""
+    pool = BlockPool(10)
+    pool.native = pool.native if native else None
+    pool.take(3)
+    before = pool.counts(), pool.ref.tolist()
+    with pytest.raises(BlockStateError):
+        getattr(pool, what)(blocks)
+    assert (pool.counts(), pool.ref.tolist()) == before
+    for form in ([2], 2, np.array([[2]]), np.array([2], np.uint8), np.array([0, 2, 0])[1:2]):
+        pool.touch(form)  # type: ignore[arg-type]
+    assert pool.ref[2] == 6
 
 
 def test_building_a_pool_of_four_million_blocks_takes_no_time() -> None:
