@@ -21,8 +21,9 @@ def plot_pool(report: SimReport, path: str | Path) -> None:
     if report.usable_blocks is not None:
         top.axhline(report.usable_blocks, color="black", linewidth=0.8, label="usable")
     top.set_ylabel(f"blocks of {report.block_size} tokens")
-    top.set_title(f"hit rate {report.hit_rate:.1%}, {report.preemptions:,} preemptions")
-    top.legend(loc="upper left", fontsize=8)
+    title = f"hit rate {report.hit_rate:.1%}, {report.preemptions:,} preemptions"
+    top.set_title(title, loc="left", fontsize=11)
+    top.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=3, fontsize=8, frameon=False)
     bottom.plot(time, use["running"], label="running", color="#2f855a")
     bottom.plot(time, use["waiting"], label="waiting", color="#c05621")
     bottom.set_ylabel("requests")
@@ -40,7 +41,10 @@ def plot_sweep(reports: Sequence[SimReport], path: str | Path) -> None:
     for r in reports:
         if r.pool_bytes is None:
             top.axhline(100 * r.hit_share, color="black", linewidth=0.8, linestyle="--")
-            top.annotate("unbounded", (0.02, 100 * r.hit_share), xycoords=("axes fraction", "data"))
+            top.annotate(
+                "unbounded", (0.01, 100 * r.hit_share), xycoords=("axes fraction", "data"),
+                xytext=(0, -4), textcoords="offset points", va="top", fontsize=9,
+            )  # fmt: skip
     top.set_ylabel("prefix hits, % of all prompt tokens")
     bottom.plot(size, [r.ttft_s.p50 for r in sized], marker="o", label="p50", color="#2f855a")
     bottom.plot(size, [r.ttft_s.p99 for r in sized], marker="o", label="p99", color="#c05621")
@@ -48,6 +52,8 @@ def plot_sweep(reports: Sequence[SimReport], path: str | Path) -> None:
     bottom.set_ylabel("time to first token, s")
     bottom.set_xlabel("KV cache, GB")
     bottom.set_xscale("log")
+    bottom.set_xticks(size, [f"{gb:,.2g}" if gb < 10 else f"{gb:,.0f}" for gb in size])
+    bottom.minorticks_off()
     bottom.legend(fontsize=8)
     _save(figure, path)
 
