@@ -228,7 +228,7 @@ function drawCharts() {
   if (!frame) return;
   $("usevalue").textContent = `${frame.c[0]} held, ${frame.c[2]} cached`;
   $("tokvalue").textContent = `${Math.round(frame.c[7] / frame.k)} decoded, ${Math.round(Math.max(0, frame.c[6] - frame.c[7]) / frame.k)} prefill`;
-  $("hitvalue").textContent = `${frame.c[8]} tokens hit, ${frame.c[9]} preempted`;
+  $("hitvalue").textContent = `${frame.c[8]} hit, ${frame.c[9]} preempted`;
   $("timevalue").textContent = `${(frame.d / frame.k * 1000).toFixed(1)} ms`;
 }
 let lastPanels = 0, pressed = false;
@@ -275,6 +275,7 @@ async function showBlock(block) {
   const f = await answer.json();
   const life = f.life.slice(-200).reverse().map((e) => `<tr><th>step ${e.step}</th><th>${clock(e.time)}</th><td>${escape(verb(e.old, e.new))}</td></tr>`).join("");
   $("detail").innerHTML = `<h3>block ${f.block}${f.block === 0 ? " (null block)" : ""}</h3><table>` +
+    (S.live ? "" : `<tr><th>at this step</th><td>${escape(describe(S.codes[block]))}</td></tr>`) +
     `<tr><th>now</th><td>${escape(describe(f.code))}</td></tr><tr><th>references</th><td>${refsOf(f.code)}</td></tr>` +
     `<tr><th>slots</th><td>${f.slots[0]} to ${f.slots[1]}</td></tr>` +
     `<tr><th>filled by</th><td>${escape(f.request || "nobody")}${f.index >= 0 ? `, entry ${f.index} of its row` : ""}</td></tr>` +
@@ -298,7 +299,7 @@ async function loadTree() {
   if (!answer.ok) return;
   const nodes = await answer.json();
   $("tree").innerHTML = nodes.map((n) => `<div class="node" data-block="${n.block}" style="padding-left:${n.depth * 16}px" title="${escape(n.text)}">` +
-    `<b>${n.blocks}</b> block${n.blocks > 1 ? "s" : ""}, <b>${n.hits}</b> hit${n.hits === 1 ? "" : "s"}, ${n.refs} rows <code>${escape(n.text.replace(/\s+/g, " "))}</code></div>`).join("") || '<p class="hint">Nothing is cached.</p>';
+    `<b>${n.blocks}</b> block${n.blocks > 1 ? "s" : ""}, <b>${n.hits}</b> hit${n.hits === 1 ? "" : "s"}, ${n.refs} row${n.refs === 1 ? "" : "s"} <code>${escape(n.text.replace(/\s+/g, " "))}</code></div>`).join("") || '<p class="hint">Nothing is cached.</p>';
 }
 
 /* ---- events ---- */
