@@ -92,6 +92,23 @@ def test_a_rank_killed_in_mid_decode_ends_the_engine_with_its_name(tmp_path):
         llm.engine.runner.close_ranks()
 
 
+def test_a_stalled_rank_ends_the_engine_within_its_time(tmp_path):
+    """Stopped, not dead: nothing but silence tells. Start-up waits longer than a step may."""
+    directory = model_directory(tmp_path, 2, "llama")
+    llm = LLM(str(directory), tensor_parallel_size=2, **(OPTIONS | {"rank_timeout": 3.0}))
+    children = torch.multiprocessing.active_children()
+    try:
+        next(llm.stream([[5, 6, 7]], SamplingParams(max_tokens=100, ignore_eos=True)))
+        os.kill(children[0].pid, signal.SIGSTOP)
+        began = time.monotonic()
+        with pytest.raises(RankError, match="rank 1 did not confirm step"):
+            llm.generate([[5, 6, 7]], SamplingParams(max_tokens=100, ignore_eos=True))
+        assert time.monotonic() - began < 20.0
+    finally:
+        os.kill(children[0].pid, signal.SIGCONT)
+        llm.engine.runner.close_ranks()
+
+
 def test_a_rank_that_cannot_start_is_an_error_of_the_constructor(tmp_path):
     began = time.monotonic()
     with pytest.raises(BlocktableError):

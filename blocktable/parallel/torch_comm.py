@@ -47,6 +47,11 @@ class TorchCommunicator:
             ) from error
         return cls(timeout=timeout)
 
+    def limit(self, timeout: float) -> None:
+        """Bound every later collective of the default group by ``timeout`` seconds."""
+        self.timeout = timeout
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout), None)
+
     @property
     def rank(self) -> int:
         """See `Communicator.rank`."""

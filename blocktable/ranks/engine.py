@@ -130,6 +130,7 @@ def _lead(
             return LeadingRunner(runner, writer, channel, communicator)
 
         engine = assemble_engine(prepared, wrap=wrap, make_sink=make_sink)
+        communicator.limit(options.rank_timeout)
     except BaseException as error:
         _raise_rank_fault(channel, error)
         raise
@@ -201,6 +202,7 @@ def _follow(
         runner = FollowingRunner(
             make_runner(prepared, state), communicator, options.steps_in_flight
         )
+        communicator.limit(options.rank_timeout)
     except Exception as error:
         channel.send(Ack(FAILED, rank, 0, 0, 0, 0, 0, f"rank {rank} cannot start: {error}"))
         raise

@@ -17,6 +17,10 @@ from blocktable.engine.options import EngineOptions
 from blocktable.parallel.channel import DriverChannel
 from blocktable.parallel.torch_comm import TorchCommunicator
 
+START_SECONDS = 120.0
+"""How long ranks wait for each other while they start, where ``rank_timeout`` is less: importing
+and loading take some longer than others. `TorchCommunicator.limit` ends that."""
+
 
 class Place(NamedTuple):
     """A process in the world that torchrun made."""
@@ -49,7 +53,7 @@ def join(options: EngineOptions, rank: int, address: str) -> TorchCommunicator:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", rank)))
     return TorchCommunicator.join(
         rank, options.num_ranks, address, backend="nccl" if options.on_gpu else "gloo",
-        timeout=options.rank_timeout,
+        timeout=max(options.rank_timeout, START_SECONDS),
     )  # fmt: skip
 
 

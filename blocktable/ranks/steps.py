@@ -43,7 +43,7 @@ class LeadingRunner:
         self._communicator = communicator
         self.scores_prompts = False  # the other ranks draw no further lines of logits
         self._released: list[np.ndarray] = []
-        self._step = 0
+        self._told = 0, 0, 0  # sequence, step and digest of the last message
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._runner, name)
@@ -59,7 +59,7 @@ class LeadingRunner:
             output = output._replace(released=rows.astype(np.int32))
             self._released.clear()
         message = self._writer.write(output, self._runner.manager.tokens)
-        self._step = message.step
+        self._told = message.sequence, message.step, message.digest
         self._channel.publish(encode_step(message))
         with self._naming_ranks():
             logits = self._runner.execute(output)
@@ -74,15 +74,16 @@ class LeadingRunner:
 
     @contextmanager
     def _naming_ranks(self) -> Iterator[None]:
-        """A collective fails here as soon as a rank is gone; which one, its process or its own last
-        word tells, moments later."""
+        """A collective fails here as soon as a rank is gone. Which one, its process or its own last
+        word tells moments later, or that it has not taken the step."""
         try:
             yield
         except (RuntimeError, RankError):
             deadline = time.monotonic() + _LAST_WORD_SECONDS
             while time.monotonic() < deadline:
-                self._channel.check(self._step)
+                self._channel.check(self._told[1])
                 time.sleep(0.02)
+            self._channel.confirm(*self._told)
             raise
 
     def warm_up(self) -> int:
