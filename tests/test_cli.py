@@ -20,6 +20,8 @@ BAD = [
     (["generate", "--no-such-option"], "--no-such-option"),
     (["serve", "--port=70000"], "port must be in [0, 65535], got 70000"),
     (["serve", "--api-key="], "api_key must not be empty"),
+    (["serve", "--drain-seconds=nan"], "drain_seconds must be in [0, 1e+07], got nan"),
+    (["serve", "--drain-seconds=inf"], "drain_seconds must be in [0, 1e+07], got inf"),
     (["inspect", "http://127.0.0.1:1"], "cannot read http://127.0.0.1:1/inspect"),
     (["chat", "--temperature=nan"], "temperature must be in [0, 100], got nan"),
 ]

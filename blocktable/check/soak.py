@@ -94,8 +94,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--operations", type=int, default=300, help="operations a round")
     parser.add_argument("--rounds", type=int, default=None, help="stop after so many rounds")
     options = parser.parse_args(arguments)
-    if options.minutes < 0 or options.operations < 1:
-        parser.error(f"minutes {options.minutes} and operations {options.operations} must be > 0")
+    if not 0 <= options.minutes < float("inf"):  # NaN neither
+        parser.error(f"minutes must be a number >= 0, got {options.minutes}")
+    if options.operations < 1:
+        parser.error(f"operations must be at least 1, got {options.operations}")
     try:
         result = soak(options.minutes, options.seed, options.operations, options.rounds)
     except SoakFailure as failure:

@@ -8,6 +8,7 @@ from blocktable.core.errors import ConfigError
 from blocktable.engine.params import SamplingLimits
 
 TOOL_CALL_PARSERS = ("auto", "none", "hermes", "llama3_json", "mistral")
+_LONGEST = 1e7  # seconds, some months
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,10 +58,12 @@ class ServerConfig:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.max_queue < 0:
             raise ConfigError(f"max_queue must be at least 0, got {self.max_queue}")
-        if self.drain_seconds < 0:
-            raise ConfigError(f"drain_seconds must be at least 0, got {self.drain_seconds}")
-        if not self.read_seconds > 0:
-            raise ConfigError(f"read_seconds must be more than 0, got {self.read_seconds}")
+        if not 0 <= self.drain_seconds <= _LONGEST:  # NaN is in no range
+            limits = f"[0, {_LONGEST:g}]"
+            raise ConfigError(f"drain_seconds must be in {limits}, got {self.drain_seconds}")
+        if not 0 < self.read_seconds <= _LONGEST:
+            limits = f"(0, {_LONGEST:g}]"
+            raise ConfigError(f"read_seconds must be in {limits}, got {self.read_seconds}")
         if self.tool_call_parser not in TOOL_CALL_PARSERS:
             raise ConfigError(
                 f"tool_call_parser must be one of {', '.join(TOOL_CALL_PARSERS)}, "

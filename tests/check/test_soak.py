@@ -32,7 +32,14 @@ def test_soak_names_the_seed_of_a_failing_round(
     )
 
 
-def test_soak_refuses_bad_arguments() -> None:
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--minutes", "-1"], ["--minutes", "nan"], ["--minutes", "inf"],
+        ["--minutes", "0", "--operations", "0"],
+    ],
+)  # fmt: skip
+def test_soak_refuses_bad_arguments(arguments: list[str]) -> None:
     with pytest.raises(SystemExit) as stop:
-        soak.main(["--minutes", "-1"])
+        soak.main(arguments)
     assert stop.value.code == 2
