@@ -1,6 +1,7 @@
 """Hit rates of the eviction policies on a request trace, through the real manager and scheduler.
 
     python bench/eviction.py TRACE.jsonl [--blocks 5000,20000] [--devices 4] [--json FILE]
+    python bench/eviction.py made-up [--blocks 2000,5000]      several kinds of traffic, bare
 
 "bare" is the same cache driven by the sequence of prompts alone, one request at a time and no
 output. The last column is perfect foresight (Belady, IBM Systems Journal 1966): the block whose
@@ -17,6 +18,7 @@ import platform
 from pathlib import Path
 
 import numpy as np
+from made_traces import KINDS, make_trace
 
 from blocktable.core.errors import OutOfBlocks
 from blocktable.core.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
@@ -94,6 +96,18 @@ def measure(trace: Trace, blocks: int, devices: int) -> dict[str, float | int]:
     return row
 
 
+def compare_kinds(sizes: list[int]) -> None:
+    """LRU's hits in percent and what reuse gains, on made-up traces."""
+    print(f"{'kind':12}" + "".join(f"{size:>16}" for size in sizes))
+    for kind in KINDS:
+        trace = make_trace(kind)
+        cells = []
+        for size in sizes:
+            lru, reuse = (100 * bare(trace, size, policy) for policy in POLICIES)
+            cells.append(f"{lru:8.2f} {reuse - lru:+7.2f}")
+        print(f"{kind.__name__:12}" + "".join(cells), flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("trace", type=Path)
@@ -101,6 +115,9 @@ def main() -> None:
     parser.add_argument("--devices", type=int, default=4)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    if str(args.trace) == "made-up":
+        compare_kinds([int(size) for size in args.blocks.split(",")])
+        return
     trace = read_trace(args.trace)
     rows = []
     print(f"{'blocks':>8} {'lru %':>8} {'reuse %':>8} {'gain':>7} {'bare lru %':>11} "
