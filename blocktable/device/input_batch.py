@@ -382,8 +382,9 @@ def _check_computed(request_id: Hashable, computed: Any, known: int) -> None:
 def _tokens(token_ids: ArrayLike) -> NDArray[np.integer]:
     """Token ids as an array [n]; RowError for what is no int32 (NumPy would cut 1.5 and 2**40)."""
     if isinstance(token_ids, np.ndarray) and token_ids.dtype == np.int32:
-        return token_ids
-    ids = whole_numbers("token ids", token_ids)
+        ids = token_ids
+    else:
+        ids = whole_numbers("token ids", token_ids)
     if ids.size and (ids.min() < 0 or ids.max() > _INT32_MAX):
         bad = ids[(ids < 0) | (ids > _INT32_MAX)][0]
         raise RowError(f"token id {bad} is outside 0 .. {_INT32_MAX}")

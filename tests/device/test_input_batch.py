@@ -234,3 +234,15 @@ def test_a_resumed_request_has_computed_no_more_than_it_has(computed: float) -> 
     with pytest.raises(RowError):
         batch.resume([0], [[1]], [[9]], computed)
     assert batch.block_table[0].get_numpy_array()[0, 0] == 5
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.int64])
+@pytest.mark.parametrize("bad", [-1, -(2**31)])
+def test_negative_token_ids_are_refused_in_any_integer_type(dtype: type, bad: int) -> None:
+    batch = make(torch.device("cpu"))
+    batch.add([BatchRequest("a", [1, 2, 3], [[1], [2]])])
+    with pytest.raises(RowError, match=str(bad)):
+        batch.append_tokens([0], np.array([bad], dtype))
+    with pytest.raises(RowError, match=str(bad)):
+        batch.add([BatchRequest("b", np.array([4, bad], dtype), [[3], [4]])])
+    assert batch.tokens(0).tolist() == [1, 2, 3] and batch.num_reqs == 1
