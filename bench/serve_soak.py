@@ -5,8 +5,8 @@
 Starts `blocktable serve smollm2` with a pool that is too small for its traffic, and lets clients do
 what clients do: stream, wait, ask for four at once, for JSON, for tools, for scores; hang up at a
 random moment, before the first token or in the queue; send requests that are wrong. At the end the
-server must be idle with every block free, and its memory where it was at half time, when every block
-of the pool has been written.
+server must be idle with every block free, and its memory where it was at half time, when every
+block of the pool has been written.
 Exits with 1 and the reasons if any of that does not hold.
 """
 
@@ -41,8 +41,8 @@ BAD = [
 ]  # fmt: skip
 SECONDS_TO_ANSWER = 180.0
 _GLIBC = {"MALLOC_MMAP_THRESHOLD_": str(4 * 2**20), "MALLOC_ARENA_MAX": "2"}
-"""A step's large tensors go back to the system when they are freed, so that what stays is a leak and
-not the shape of the heap, which takes longer than ten minutes to settle."""
+"""A step's large tensors go back to the system when they are freed, so that what stays is a leak
+and not the shape of the heap, which takes longer than ten minutes to settle."""
 
 
 class Check(NamedTuple):
