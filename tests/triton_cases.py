@@ -29,7 +29,8 @@ def _attend(module: Any, group: int, block_m: int, plain: bool) -> CompileCase:
         "WINDOW": 0 if plain else 512, "CHUNK": 0, "SOFTCAP": not plain, "HAS_SINK": not plain,
         "HAS_ALIBI": not plain, "K_SCALED": not plain, "V_SCALED": not plain,
         "HAS_LSE": not plain, "V_IN_K": False, "GATHERS": block_m > 16, "SKIP_MASK": block_m > 16,
-        "AS_HALF": False, "PRECISION": "tf32", "WIDE": False, "STARTS_NEXT": False, "FOLLOWS": False, "MERGE_P": 8,
+        "AS_HALF": False, "PRECISION": "tf32", "WIDE": False, "STARTS_NEXT": False,
+        "FOLLOWS": False, "MERGE_P": 8,
         **dict.fromkeys(absent),
     }  # fmt: skip
     return _case(module.attend_kernel, types, constants, 4)

@@ -59,9 +59,7 @@ def test_idle_tokens_are_items_without_keys() -> None:
     config = PlanConfig(num_q_heads=8, num_kv_heads=2, block_size=16)
     plan = plan_attention(config, np.array([0, 1, 2, 3]), np.array([5, 0, 7]), num_tokens=9)
     empty = field(plan.small, "kv_end") == field(plan.small, "kv_start")
-    tokens = [
-        item[3] + (item[4] + m) // 4 for item in plan.small[empty] for m in range(item[5])
-    ]
+    tokens = [item[3] + (item[4] + m) // 4 for item in plan.small[empty] for m in range(item[5])]
     assert sorted(set(tokens)) == [1, 3, 4, 5, 6, 7, 8]
 
 
