@@ -212,9 +212,10 @@ class GraphRunner(ModelRunner):
         self.tables.compute_slot_mapping(
             num_requests, staged.query_start_loc, staged.positions, staged.rows
         )
+        tables = self._tables_of(staged, plans)
         groups = [
             GroupStep(
-                self.tables.device_tables.tables[g], self.tables[g].slot_mapping[:tokens],
+                tables[g], self.tables[g].slot_mapping[:tokens],
                 staged.query_start_loc, staged.seq_lens, plan,
                 None if group.share is None else group.share.attend(self._attend),
             )
@@ -230,6 +231,16 @@ class GraphRunner(ModelRunner):
                 ).logits[0]  # fmt: skip
         finally:
             self._mixers.active = False
+
+    def _tables_of(self, staged: StepInputs, plans: list[Any]) -> list[torch.Tensor]:
+        """Each group's table: plans name its rows; without one (never in a graph) rows are taken
+        in the batch's order, so they are gathered."""
+        tables = list(self.tables.device_tables.tables)
+        if any(plan is None for plan in plans):
+            gathered = self.tables.gather_rows(staged.rows, staged.rows_cpu.numpy())
+            for g, plan in enumerate(plans):
+                tables[g] = gathered[g] if plan is None else tables[g]
+        return tables
 
     def _to_device(self, array: np.ndarray) -> torch.Tensor:
         tensor = torch.from_numpy(np.ascontiguousarray(array))
