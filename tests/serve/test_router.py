@@ -212,7 +212,7 @@ def ray_server(tmp_path):
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
     )
     said = []
-    watchdog = threading.Timer(200, process.kill)
+    watchdog = threading.Timer(480, process.kill)  # against hangs; a busy machine takes minutes
     watchdog.start()
     try:
         assert process.stdout is not None

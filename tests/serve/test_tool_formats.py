@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from blocktable.serve.tools import FORMATS, format_of_template
 from blocktable.serve.tools.formats import read_list
-from blocktable.serve.tools.partial_json import read_object
+from blocktable.serve.tools.partial_json import Member, read_object
 
 READERS = {**FORMATS, "list": read_list}
 NAMES = ("look", "add")
@@ -123,3 +123,14 @@ def test_deep_nesting_does_not_end_in_an_error():
 )  # fmt: skip
 def test_the_form_is_known_by_the_template(template, form):
     assert format_of_template(template) == form
+
+
+@pytest.mark.parametrize("number", ["12", "1.5", "1e+16", "-1.0E-3", "0.5e7"])
+def test_a_number_cut_anywhere_may_still_grow(number):
+    text = '{"a": 3, "b": ' + number
+    for end in range(len(text) - len(number), len(text) + 1):
+        part = read_object(text[:end], 0)
+        assert part is not None and part.members["a"].end == 7
+        assert part.members.get("b", Member(0, None)).end is None
+    whole = read_object(text + "}", 0)
+    assert whole is not None and whole.members["b"].end == len(text)

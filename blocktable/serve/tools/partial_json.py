@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 _DECODER = json.JSONDecoder()
 _SPACE = re.compile(r"\s*")
+_REST_OF_NUMBER = re.compile(r"[-+.eE0-9]*\Z")
 
 
 class Member(NamedTuple):
@@ -64,11 +65,13 @@ def read_object(text: str, start: int) -> PartialObject | None:
 
 
 def _value(text: str, at: int) -> tuple[object, int] | None:
-    """A complete value and where it ends. A number at the very end may still grow."""
+    """A complete value and where it ends. A number at the very end may still grow: ``1`` to ``12``,
+    ``1.`` or ``1e+`` (of which the decoder reads the ``1``) to ``1.5`` or ``1e+16``."""
     try:
         value, end = _DECODER.raw_decode(text, at)
     except (ValueError, RecursionError):
         return None
-    if end == len(text) and isinstance(value, int | float) and not isinstance(value, bool):
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if number and _REST_OF_NUMBER.match(text, end):
         return None
     return value, end
