@@ -12,8 +12,6 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from blocktable.prefix.duel import Duel
-
 BINS, GROWTH = 24, 1.35  # ages are binned geometrically, up to 25 times the pool
 FIRST_BIN = 40  # the first bin ends at 1/40 of the pool
 DECAY = 0.98  # of what was learnt, at each ranking
@@ -31,14 +29,12 @@ class HitDensity:
         self._hits = np.zeros((num_classes, BINS))  # waits that ended with a hit
         self._lost = np.zeros((num_classes, BINS))  # waits nobody follows any more
         self.density = np.ones((num_classes, BINS))
-        self.duel = Duel()
 
     def learn_hits(self, classes: NDArray, ages: NDArray[np.int64]) -> None:
         """Blocks of these classes were hit at these ages."""
         if len(ages):
             bins = self._bins_of(ages)
             np.add.at(self._hits, (classes, bins), 1.0)
-            self.duel.judge(classes, bins, ages)
 
     def learn_lost(self, classes: NDArray, ages: NDArray[np.int64]) -> None:
         """Blocks of these classes were not hit up to these ages; the rest will not be known."""
@@ -49,12 +45,10 @@ class HitDensity:
         at = int(np.searchsorted(self.edges, age, side="right")) - 1
         return float(self.density[number, min(at, BINS - 1)])
 
-    def rank(
-        self, classes: NDArray, ages: NDArray[np.int64], room: float, weight: float = 1.0
-    ) -> None:
+    def rank(self, classes: NDArray, ages: NDArray[np.int64], weight: float = 1.0) -> None:
         """Learn the densities anew; ``classes`` and ``ages`` are those of blocks, present or
         remembered, that still wait: all of them, or a sample in which each stands for ``weight``.
-        ``room`` of these fit into the cache. O(len(classes))."""
+        O(len(classes))."""
         flat = classes.astype(np.int64) * BINS + self._bins_of(ages)
         waiting = np.bincount(flat, minlength=self._hits.size).reshape(self._hits.shape) * weight
         censored = self._lost + waiting
@@ -68,7 +62,6 @@ class HitDensity:
         for age in range(BINS):
             hits, spent = np.cumsum(gain[:, age:], axis=1), np.cumsum(time[:, age:], axis=1)
             self.density[:, age] = (hits / np.maximum(spent, 1e-12)).max(axis=1)
-        self.duel.renew(self.density, waiting / weight, ages, room)
         self._hits *= DECAY
         self._lost *= DECAY
 

@@ -7,7 +7,7 @@ others often does not). Within a class the oldest goes first, as in LRU; between
 whose oldest block has the lowest hit density (``density.py``) gives up a block. Evicted keys are
 remembered for a while (``ghosts.py``), so that the policy sees hits it missed by evicting too
 early: that is what LRU cannot see when a conversation's next turn comes just after its blocks are
-gone. Where LRU would have had more of the recent hits, LRU it is (``duel.py``).
+gone. All this decides only while it has more hits than LRU would have (``duel.py``).
 """
 
 from __future__ import annotations
@@ -19,15 +19,17 @@ from blocktable.core.errors import ConfigError
 from blocktable.core.eviction import EvictionPolicy, LRUQueue
 from blocktable.core.pool import BlockPool
 from blocktable.core.types import BlockIds
+from blocktable.prefix.classes import NOBODY, ClassQueues
 from blocktable.prefix.density import HitDensity
+from blocktable.prefix.duel import RUN, Duel
 from blocktable.prefix.ghosts import Ghosts, GhostTable
+from blocktable.prefix.imagined import Used
 from blocktable.prefix.index import PrefixIndex
 
 POLICIES = ("lru", "reuse")
 HIT_SHARES = np.array([0.3, 0.75])  # of a prompt, where the next class begins
 SHARES = len(HIT_SHARES) + 1
-SPENT = 2 * SHARES  # the class of old copies
-RUN = 16  # blocks given up between two comparisons of the classes
+CLASSES = 2 * SHARES
 
 
 def make_policy(name: str, pool: BlockPool, index: PrefixIndex | None) -> EvictionPolicy:
@@ -40,26 +42,28 @@ def make_policy(name: str, pool: BlockPool, index: PrefixIndex | None) -> Evicti
 
 
 class ReuseQueue:
-    """Least hit density first. About 400 bytes a block, ghosts included; O(1) a block, amortised.
+    """Least hit density first, where that beats LRU. About 400 bytes a block, ghosts included,
+    beside the duel's; O(1) a block, amortised.
 
     Time is counted in blocks released. All state is in arrays; equal calls give equal orders.
     """
 
     def __init__(self, num_blocks: int, index: PrefixIndex) -> None:
         self._index = index
-        self._queues = [LRUQueue(num_blocks) for _ in range(SPENT + 1)]
-        self._of = np.full(num_blocks, -1, np.int8)  # class each queued block stands in
+        self._queues = ClassQueues(num_blocks, CLASSES)
+        self._spent = LRUQueue(num_blocks)  # old copies: they go first
         self._hits = np.zeros(num_blocks, np.uint8)
         self._known = np.zeros(num_blocks, np.bool_)  # was queued with its present content
-        self._born = np.zeros(num_blocks, np.int64)
         self._ghosts = GhostTable(num_blocks)
-        self._density = HitDensity(SPENT, num_blocks)
+        self._density = HitDensity(CLASSES, num_blocks)
+        self._duel = Duel(num_blocks, CLASSES)
+        self._room = num_blocks  # for the blocks here when the last ones were taken
         self._sample = 4 if num_blocks >= 4096 else 1  # of the blocks, what a ranking looks at
         self._period = max(256, num_blocks // 8)
         self._clock, self._next_rank = 0, self._period
 
     def __len__(self) -> int:
-        return sum(map(len, self._queues))
+        return len(self._queues) + len(self._spent)
 
     # -- the policy's calls ---------------------------------------------------------------------
 
@@ -70,14 +74,13 @@ class ReuseQueue:
             self._meet_ghosts(fresh)
             self._meet_copies(fresh)
         self._known[blocks] = True
-        self._born[blocks] = self._clock + np.arange(len(blocks))
+        born = self._clock + np.arange(len(blocks))
         self._clock += len(blocks)
-        which = class_of(self._hits[blocks])
-        self._of[blocks] = which
-        for number, queue in enumerate(self._queues[:SPENT]):
-            mine = blocks[which == number]
-            if mine.size:
-                queue.push(mine)
+        row, kind = classify(self._hits[blocks])
+        self._queues.push(blocks, kind, born)
+        used = Used(self._index.words[blocks, -1], row, kind, born)
+        self._duel.use(used, self._room, self._worth)
+        self._room = len(self._hits)
         if self._clock >= self._next_rank:
             self._rank()
             self._next_rank = self._clock + self._period
@@ -94,53 +97,43 @@ class ReuseQueue:
 
     def pop(self, count: int) -> BlockIds:
         """Give up ``count`` blocks."""
-        parts: list[BlockIds] = [np.zeros(0, np.int32)]
+        parts = [self._spent.pop(min(count, len(self._spent)))]
+        count -= len(parts[0])
+        worth, run = (None, count) if self._duel.lru else (self._worth, RUN)
         while count:
-            number = self._cheapest()
-            queue = self._queues[number]
-            some = queue.pop(min(count, RUN, len(queue)))
-            if number != SPENT:
-                self._remember(some)
-            self._known[some] = False
-            self._of[some] = -1
+            some = self._queues.pop(min(count, run), worth)
+            self._remember(some)
+            self._queues.of[some] = NOBODY
             parts.append(some)
             count -= len(some)
-        return np.concatenate(parts)
+        gone = np.concatenate(parts)
+        self._known[gone] = False
+        self._room = min(self._room, len(self))
+        return gone
 
     def order(self) -> BlockIds:
-        """All blocks, class by class, oldest first. O(size)."""
-        return np.concatenate([queue.order() for queue in self._queues])
+        """All blocks, as they would go if LRU were followed. O(size)."""
+        return np.concatenate([self._spent.order(), self._queues.order()])
 
     # -- what it knows --------------------------------------------------------------------------
 
-    def _take_out(self, blocks: BlockIds) -> None:
-        which = self._of[blocks]
-        for number, queue in enumerate(self._queues):
-            mine = blocks[which == number]
-            if mine.size:
-                queue.remove(mine)
-        self._of[blocks] = -1
+    def _worth(self, number: int, born: int) -> float:
+        return self._density.of(number, self._clock - born)
 
-    def _cheapest(self) -> int:
-        if len(self._queues[SPENT]):
-            return SPENT
-        best, lowest, lru = 0, np.inf, self._density.duel.lru
-        for number, queue in enumerate(self._queues[:SPENT]):
-            if len(queue):
-                born = int(self._born[queue.peek()])
-                worth = born if lru else self._density.of(number, self._clock - born)
-                if worth < lowest:
-                    best, lowest = number, worth
-        return best
+    def _take_out(self, blocks: BlockIds) -> None:
+        waits = self._queues.of[blocks] != NOBODY
+        self._queues.remove(blocks[waits])
+        self._spent.remove(blocks[~waits])
+        self._queues.of[blocks] = NOBODY
 
     def _learn_hits(self, blocks: BlockIds) -> None:
-        which, hits = self._of[blocks], self._hits[blocks]
-        used = which < SPENT
-        self._density.learn_hits(which[used], self._clock - self._born[blocks[used]])
+        kind, born, hits = self._queues.of[blocks], self._queues.born[blocks], self._hits[blocks]
+        waits = kind != NOBODY
+        self._density.learn_hits(kind[waits], self._clock - born[waits])
         self._hits[blocks] = hits + (hits < 255)
 
     def _remember(self, blocks: BlockIds) -> None:
-        known = Ghosts(self._born[blocks], self._of[blocks], self._hits[blocks])
+        known = Ghosts(self._queues.born[blocks], self._queues.of[blocks], self._hits[blocks])
         lost = self._ghosts.remember(self._index.words[blocks, 0], known)
         self._density.learn_lost(lost.kind, self._clock - lost.born)
 
@@ -160,31 +153,30 @@ class ReuseQueue:
         for group in np.unique(groups):
             mine = groups == group
             old[mine] = self._index.find(keys[mine], int(group))
-        copied = (old != blocks) & (self._of[old] >= 0) & (self._of[old] < SPENT)
+        copied = (old != blocks) & (self._queues.of[old] != NOBODY)
         blocks, (old, first) = blocks[copied], np.unique(old[copied], return_index=True)
         self._learn_hits(old)
         self._hits[blocks[first]] = self._hits[old]
         self._take_out(old)
-        self._of[old] = SPENT
-        self._queues[SPENT].push(old)
+        self._spent.push(old)
 
     def _rank(self) -> None:
-        every = self._sample
-        some = np.arange(self._clock % every, len(self._of), every)
-        queued = some[(self._of[some] >= 0) & (self._of[some] < SPENT)]
+        every, of, born = self._sample, self._queues.of, self._queues.born
+        some = np.arange(self._clock % every, len(of), every)
+        queued = some[of[some] != NOBODY]
         ghosts = self._ghosts.sample(every)
-        kinds = np.concatenate([self._of[queued], ghosts.kind])
-        born = np.concatenate([self._born[queued], ghosts.born])
-        self._density.rank(kinds, self._clock - born, len(queued), every)
+        kinds = np.concatenate([of[queued], ghosts.kind])
+        age = self._clock - np.concatenate([born[queued], ghosts.born])
+        self._density.rank(kinds, age, every)
 
 
-def class_of(hits: NDArray[np.uint8]) -> NDArray[np.int8]:
-    """Class of each block of some rows, released tail first one row after another, by how often
-    they were hit: (hit before) x (share of the row's blocks that were). Where blocks never hit
-    follow ones that were, another row begins."""
+def classify(hits: NDArray[np.uint8]) -> tuple[NDArray[np.intp], NDArray[np.int8]]:
+    """Row and class of each block of some rows, released tail first one row after another. Classes
+    go by how often blocks were hit: (hit before) x (share of the row's blocks that were). Where
+    blocks never hit follow ones that were, another row begins."""
     was_hit = hits > 0
     starts = np.concatenate([[False], was_hit[:-1] & ~was_hit[1:]])
     row = np.cumsum(starts)
     share = np.bincount(row, was_hit) / np.bincount(row)
     part = np.searchsorted(HIT_SHARES, share[row], side="right")
-    return (was_hit * SHARES + part).astype(np.int8)
+    return row, (was_hit * SHARES + part).astype(np.int8)

@@ -1,62 +1,103 @@
 """The choice between the learned order and LRU, and the ghosts it is made with."""
 
+from collections import OrderedDict
+
 import numpy as np
 import pytest
 
-from blocktable.prefix.density import BINS, HitDensity
-from blocktable.prefix.duel import Duel
+from blocktable.prefix.duel import HIGHEST, LEAD, Decision, Duel, Window
 from blocktable.prefix.ghosts import REMEMBERED, Ghosts, GhostTable
+from blocktable.prefix.imagined import ImaginedCache, Used, unbroken
 from tests.prefix.test_eviction import make
 
-OLD, YOUNG = np.array([900]), np.array([10])
+
+def test_lru_is_followed_until_a_lead_is_shown_in_both_windows() -> None:
+    decision = Decision()
+    for short, long in ((1.0, 0.0), (0.0, 1.0), (LEAD, LEAD), (-1.0, -1.0)):
+        decision.take(5, short, long)
+        assert decision.lru
+    decision.take(5, 2 * LEAD, 2 * LEAD)
+    assert not decision.lru
 
 
-def ready() -> Duel:
-    """Two classes of 100 waiting blocks each, of ages 0 to 99 and 100 to 999; room for 100.
-    The learned order keeps class 1, LRU the young ones."""
-    duel = Duel()
-    density = np.zeros((2, 4))
-    density[1] = 1.0
-    waiting = np.array([[50.0, 50, 0, 0], [0, 0, 50, 50]])
-    duel.renew(density, waiting, np.concatenate([np.arange(100), 100 + 9 * np.arange(100)]), 100)
-    return duel
+@pytest.mark.parametrize(("short", "long"), [(-1.0, 1.0), (1.0, -1.0)])
+def test_a_lead_that_is_gone_in_either_window_ends_the_trial(short: float, long: float) -> None:
+    decision = Decision()
+    decision.take(0, 1.0, 1.0)
+    decision.take(1, short, long)
+    assert decision.lru
 
 
-def again(duel: Duel) -> bool:
-    duel.renew(np.ones((2, 4)), np.ones((2, 4)), np.arange(8), 4)
-    return duel.lru
+def test_trials_that_lost_raise_the_demand_and_others_do_not() -> None:
+    decision = Decision()
+    for won, demand in ((-1, 2 * LEAD), (3, 2 * LEAD), (-1, 4 * LEAD)):
+        decision.take(0, 1.0, 1.0)
+        decision.take(won, -1.0, -1.0)
+        assert decision.lru and decision.demand == demand
+    for _ in range(9):
+        decision.take(0, 1.0, 1.0)
+        decision.take(-1, -1.0, -1.0)
+    assert decision.demand == HIGHEST
 
 
-def test_lru_decides_until_something_is_known() -> None:
-    assert Duel().lru and not ready().lru
+def test_a_window_forgets() -> None:
+    window = Window(100.0)
+    assert window.add(50, 100) == 0.5
+    for _ in range(20):
+        lead = window.add(-10, 100)
+    assert lead == pytest.approx(-0.1, abs=1e-6)
 
 
-def test_hits_that_only_the_learned_order_keeps_speak_for_it() -> None:
-    duel = ready()
-    duel.judge(np.array([1, 1, 0]), np.array([3, 3, 0]), np.concatenate([OLD, OLD, YOUNG]))
-    assert not again(duel)
+def used(keys: np.ndarray, clock: int = 0, row: np.ndarray | None = None) -> Used:
+    row = np.zeros(len(keys), np.intp) if row is None else row
+    return Used(keys, row, np.zeros(len(keys), np.int8), clock + np.arange(len(keys)))
 
 
-def test_hits_that_only_lru_keeps_speak_for_it() -> None:
-    duel = ready()
-    duel.judge(np.array([0, 0, 1]), np.array([0, 0, 3]), np.concatenate([YOUNG, YOUNG, OLD]))
-    assert again(duel)
+@pytest.mark.parametrize("seed", range(4))
+def test_an_imagined_cache_without_classes_is_a_plain_lru_list(seed: int) -> None:
+    rng, cache = np.random.default_rng(seed), ImaginedCache(100, 0, 100)
+    names = keys(rng, 60)
+    plain: OrderedDict[int, None] = OrderedDict()
+    for clock in range(0, 9000, 30):
+        chosen = names[rng.choice(60, int(rng.integers(1, 9)), replace=False)]
+        here = [key in plain for key in chosen.tolist()]
+        wanted = next((i for i, found in enumerate(here[::-1]) if not found), len(here))
+        for key in chosen.tolist():
+            plain.pop(key, None)
+        while len(plain) > 20:
+            plain.popitem(last=False)
+        plain.update(dict.fromkeys(chosen.tolist()))
+        assert cache.use(used(chosen, clock), 20, None) == wanted
 
 
-def test_hits_both_keep_or_neither_keeps_say_nothing() -> None:
-    duel = ready()
-    duel.judge(np.array([0]), np.array([3]), OLD)
-    duel.judge(np.array([1]), np.array([0]), YOUNG)
-    assert not again(duel)
+def test_more_keys_than_an_imagined_cache_has_slots_keep_their_beginning() -> None:
+    cache, many = ImaginedCache(10, 0, 10), keys(np.random.default_rng(0), 25)
+    assert cache.use(used(many), 100, None) == 0
+    assert cache.use(used(many[-10:]), 100, None) == 10
+    assert cache.use(used(many[:10]), 100, None) == 0
 
 
-def test_a_cache_with_room_for_all_keeps_all() -> None:
-    density = HitDensity(2, 1000)
-    ages = np.arange(500)
-    density.rank(ages % 2, ages, room=500)
-    density.learn_hits(np.array([0, 1]), np.array([499, 3]))
-    density.rank(ages % 2, ages, room=500)
-    assert not density.duel.lru and density.density.shape == (2, BINS)
+def test_a_key_counts_only_with_all_before_it_in_its_row() -> None:
+    here = np.array([1, 0, 1, 1, 1, 0, 0, 1], np.bool_)
+    row = np.array([0, 0, 0, 1, 1, 2, 3, 3])
+    assert unbroken(here, row).tolist() == [False, False, True, True, True, False, False, True]
+    assert unbroken(here[:0], row[:0]).size == 0
+
+
+def test_a_sample_has_always_the_same_keys_once() -> None:
+    some = keys(np.random.default_rng(0), 4000)
+    twice = used(np.concatenate([some, some[::-1]])).sample(8)
+    assert twice.keys.tolist() == [key for key in some.tolist() if key % 8 == 0]
+    assert 400 < len(twice.keys) < 600
+
+
+def test_a_duel_of_equal_orders_stays_with_lru() -> None:
+    rng, duel = np.random.default_rng(0), Duel(64, 1)
+    names = keys(rng, 100)
+    for clock in range(0, 4000, 8):
+        chosen = names[rng.choice(100, 8, replace=False)]
+        duel.use(used(chosen, clock), 56, lambda _, born: float(born))
+        assert duel.lru
 
 
 def keys(rng: np.random.Generator, count: int) -> np.ndarray:
@@ -108,7 +149,7 @@ def hits(eviction: str, kind: str) -> float:
     return 100 * manager.admission.hit_tokens / manager.admission.query_tokens
 
 
-@pytest.mark.parametrize(("kind", "least"), [("recency", -0.5), ("popularity", 2.0)])
+@pytest.mark.parametrize(("kind", "least"), [("recency", -0.2), ("popularity", 2.0)])
 def test_it_gains_where_there_is_something_to_learn_and_does_not_lose_elsewhere(
     kind: str, least: float
 ) -> None:
