@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -189,3 +192,26 @@ def test_only_values_that_are_read_keep_a_layer() -> None:
 
     replaced = accelerate_linears(Reader()).replaced
     assert replaced == ("called", "sized", "typed")
+
+
+MANY_LENGTHS = """
+import psutil, torch
+from blocktable.engine.linear import PackedLinear
+torch.set_num_threads(1)
+layer, process, held = PackedLinear(torch.nn.Linear(128, 128), torch.float32), psutil.Process(), []
+with torch.inference_mode():
+    for tokens in range(1, 1001):
+        layer(torch.zeros(1, tokens, 128))
+        if tokens in (500, 1000):
+            held.append(process.memory_info().rss / 2**20)
+print(held[1] - held[0])
+"""
+
+
+def test_memory_does_not_grow_with_the_lengths_seen() -> None:
+    """The product for a number of tokens is kept for a while, not for ever (0.65 MB each)."""
+    run = subprocess.run(
+        [sys.executable, "-c", MANY_LENGTHS], capture_output=True, text=True, check=True,
+        env={k: v for k, v in os.environ.items() if "CACHE_CAPACITY" not in k},
+    )  # fmt: skip
+    assert float(run.stdout) < 60, f"{run.stdout} MiB for 500 more lengths"
