@@ -64,13 +64,21 @@ def picture(page, name):
         page.screenshot(path=f"{folder}/{name}.png")
 
 
+def shows(page, element, text):
+    """Wait until an element shows a text; the page says that it is connected before it draws."""
+    page.wait_for_function(
+        "([id, text]) => document.getElementById(id).textContent.includes(text)",
+        arg=[element, text],
+    )
+
+
 def codes(page):
     return page.evaluate("Array.from(inspector.S.codes)")
 
 
 def test_the_page_follows_the_engine_and_goes_back_in_time(page, busy):
     page.wait_for_function("document.getElementById('status').textContent === 'connected'")
-    assert "399 blocks of 4 tokens" in page.text_content("#model")
+    shows(page, "model", "399 blocks of 4 tokens")
     picture(page, "inspector")
     page.click("#live")
     assert page.get_attribute("#live", "aria-pressed") == "false"
@@ -196,7 +204,7 @@ def test_a_server_that_restarts_is_found_again(browser):
         page = browser.new_page(viewport={"width": 900, "height": 700})
         page.goto(f"{first.url}/inspect")
         page.wait_for_function("document.getElementById('status').textContent === 'connected'")
-        assert "No requests yet." in page.text_content("#requests")
+        shows(page, "requests", "No requests yet.")
         ask(first, ["one", "two"], 8)
         page.wait_for_function("document.querySelectorAll('.req').length === 2")
         port = first.port
@@ -207,5 +215,5 @@ def test_a_server_that_restarts_is_found_again(browser):
             "document.getElementById('status').textContent === 'connected'", timeout=20_000
         )
         page.wait_for_function("document.querySelectorAll('.req').length === 1")
-        assert "299 blocks" in page.text_content("#model")
+        shows(page, "model", "299 blocks")
     page.close()
