@@ -27,6 +27,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import httpx
+from serve import wait_ready
 
 WORDS = ["the", "river", "keeps", "its", "own", "time", "and", "nobody", "asks", "about", "it"]
 SCHEMA = {
@@ -240,19 +241,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{'ok  ' if check.holds else 'FAIL'} {check.name} {check.detail}")
     print(json.dumps({"minutes": options.minutes, "answers": dict(clients.counts)}))
     return 0 if all(check.holds for check in checks) else 1
-
-
-def wait_ready(url: str, process: subprocess.Popen[bytes]) -> None:
-    """Until the server answers."""
-    for _ in range(600):
-        if process.poll() is not None:
-            raise SystemExit(f"the server ended with {process.returncode}")
-        try:
-            httpx.get(f"{url}/health", timeout=1)
-            return
-        except httpx.HTTPError:
-            time.sleep(0.2)
-    raise SystemExit("the server did not answer within 2 minutes")
 
 
 if __name__ == "__main__":

@@ -7,8 +7,8 @@ it is travels in a one-element tensor, the layer's *handle*, whose address names
 ::
 
     layer 0   handle 0 --.
-    layer 1   handle 1 ---+--> one compiled layer --> blocktable::paged_layer --> step of this
-    thread layer 2   handle 2 --'
+    layer 1   handle 1 ---+--> one compiled layer --> blocktable::paged_layer --> this step
+    layer 2   handle 2 --'
 
 The schema says that nothing is mutated. The cache is written, but no other operation of the graph
 reads it, and saying so would make the compiler copy gigabytes to keep the graph functional.
