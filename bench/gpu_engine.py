@@ -29,26 +29,9 @@ STARTED = time.perf_counter()
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
+from shapes import SHAPES, model_classes  # noqa: E402
 
 from blocktable import LLM, SamplingParams  # noqa: E402
-
-SHAPES: dict[str, dict[str, Any]] = {
-    "qwen3-0.6b": {
-        "family": "qwen3", "vocab_size": 151936, "hidden_size": 1024, "intermediate_size": 3072,
-        "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8,
-        "head_dim": 128, "tie_word_embeddings": True,
-    },
-    "llama3-8b": {
-        "family": "llama", "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336,
-        "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
-        "head_dim": 128, "tie_word_embeddings": False,
-    },
-    "tiny": {
-        "family": "llama", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128,
-        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-        "head_dim": 16, "tie_word_embeddings": True,
-    },
-}  # fmt: skip
 
 VLLM = {
     ("qwen3-0.6b", "mixed"): {"tok_s": 17658, "tok_s_own_process": 21793},
@@ -61,11 +44,7 @@ VLLM = {
 
 def build_model(shape: str, device: str, dtype: torch.dtype) -> Any:
     """A transformers model of the shape with random weights, made on the device."""
-    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
-
-    fields = dict(SHAPES[shape])
-    classes = {"qwen3": (Qwen3Config, Qwen3ForCausalLM), "llama": (LlamaConfig, LlamaForCausalLM)}
-    config_class, model_class = classes[fields.pop("family")]
+    config_class, model_class, fields = model_classes(SHAPES[shape])
     config = config_class(**fields, max_position_embeddings=8192, dtype=dtype)
     torch.manual_seed(0)
     default = torch.get_default_dtype()

@@ -16,6 +16,7 @@ import argparse
 import datetime
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -24,38 +25,22 @@ import time
 from pathlib import Path
 from typing import Any
 
+from shapes import SHAPES, model_classes
+
 # What NVLink multicast does to shared hosts is not worth its speed; see NCCL's own documentation.
 os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
 os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
-
-SHAPES: dict[str, dict[str, Any]] = {
-    "qwen3-0.6b": {
-        "family": "Qwen3", "vocab_size": 151936, "hidden_size": 1024, "intermediate_size": 3072,
-        "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8,
-        "head_dim": 128, "tie_word_embeddings": True,
-    },
-    "llama3-8b": {
-        "family": "Llama", "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336,
-        "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
-        "head_dim": 128, "tie_word_embeddings": False,
-    },
-    "tiny": {
-        "family": "Llama", "vocab_size": 1024, "hidden_size": 256, "intermediate_size": 512,
-        "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4,
-        "head_dim": 64, "tie_word_embeddings": False,
-    },
-}  # fmt: skip
 
 EAGER = {"compile": False, "cuda_graphs": False}
 GRAPHS = {"compile": False, "cuda_graphs": True}
 COMPILED = {"compile": True, "cuda_graphs": True}
 
 
-def kinds(ranks: int) -> dict[str, dict[str, Any]]:
-    """Engine options of every run, by name. A model split by its tensor-parallel plan is never
-    compiled."""
+def kinds(ranks: int, wanted: str = "") -> dict[str, dict[str, Any]]:
+    """Engine options of every run whose name matches, by name. A model split by its tensor-parallel
+    plan is never compiled."""
     tensor, context = {"tensor_parallel_size": ranks}, {"context_parallel_size": ranks}
-    return {
+    every = {
         "one rank, eager": EAGER,
         "one rank, graphs": GRAPHS,
         "one rank, graphs and compiler": COMPILED,
@@ -65,20 +50,19 @@ def kinds(ranks: int) -> dict[str, dict[str, Any]]:
         f"context parallel {ranks}, graphs": GRAPHS | context | {"context_parallel_interleave": 4},
         f"context parallel {ranks}, graphs and compiler": COMPILED | context,
     }
+    return {name: options for name, options in every.items() if re.search(wanted, name)}
 
 
 def write_model(path: Path, shape: str, dtype: str, device: str) -> None:
     """Random weights of a shape, as a Hugging Face directory."""
     import torch
-    import transformers
 
-    fields = dict(SHAPES[shape])
-    family = fields.pop("family")
-    config = getattr(transformers, f"{family}Config")(**fields, max_position_embeddings=32768)
+    config_class, model_class, fields = model_classes(SHAPES[shape])
+    config = config_class(**fields, max_position_embeddings=32768)
     torch.manual_seed(0)
     torch.set_default_dtype(getattr(torch, dtype))
     with torch.device(device):
-        model = getattr(transformers, f"{family}ForCausalLM")(config)
+        model = model_class(config)
     model.generation_config.eos_token_id = None
     model.save_pretrained(path)
 
@@ -159,6 +143,14 @@ def in_process(work: dict[str, Any], seconds: float) -> dict[str, Any]:
     return json.loads(answers[-1].removeprefix("RESULT "))
 
 
+def written(answer: dict[str, Any]) -> None:
+    """Without a model there is nothing to compare."""
+    if "error" in answer:
+        raise SystemExit(
+            f"the model could not be written:\n{answer.get('stderr', answer['error'])}"
+        )
+
+
 def one(work: dict[str, Any]) -> None:
     name = work.pop("do")
     if name == "write":
@@ -172,11 +164,11 @@ def one(work: dict[str, Any]) -> None:
 def compare(ranks: int, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     """Every kind's tokens beside those of one rank."""
     model = str(folder / "small")
-    in_process({"do": "write", "path": model, "shape": "tiny", "dtype": "float32",
-                "device": options.device}, 300)  # fmt: skip
+    written(in_process({"do": "write", "path": model, "shape": "tiny", "dtype": "float32",
+                        "device": options.device}, 300))  # fmt: skip
     found: dict[str, Any] = {}
     expected = None
-    for name, chosen in kinds(ranks).items():
+    for name, chosen in kinds(ranks, options.kinds).items():
         answer = in_process(
             {"do": "equal", "options": chosen, "model": model, "device": options.device},
             options.limit,
@@ -195,10 +187,10 @@ def compare(ranks: int, folder: Path, options: argparse.Namespace) -> dict[str, 
 def measure(ranks: int, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     model = str(folder / "model")
     dtype = "float32" if options.device == "cpu" else "bfloat16"
-    in_process({"do": "write", "path": model, "shape": options.shape, "dtype": dtype,
-                "device": options.device}, 300)  # fmt: skip
+    written(in_process({"do": "write", "path": model, "shape": options.shape, "dtype": dtype,
+                        "device": options.device}, 300))  # fmt: skip
     found: dict[str, Any] = {}
-    for name, chosen in kinds(ranks).items():
+    for name, chosen in kinds(ranks, options.kinds).items():
         answer = in_process(
             {"do": "decode", "options": chosen, "model": model, "device": options.device,
              "batches": options.batches, "prompt": options.prompt, "steps": options.steps},
@@ -218,6 +210,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=1024)
     parser.add_argument("--steps", type=int, default=128)
     parser.add_argument("--limit", type=float, default=120.0, help="seconds of one run")
+    parser.add_argument("--kinds", default="", help="a regular expression over the runs' names")
     parser.add_argument("--only", choices=("equal", "decode"))
     parser.add_argument("--out", type=Path)
     parser.add_argument("--one", help=argparse.SUPPRESS)
