@@ -17,6 +17,7 @@ import datetime
 import json
 import os
 import re
+import signal
 import statistics
 import subprocess
 import sys
@@ -131,15 +132,20 @@ def in_process(work: dict[str, Any], seconds: float) -> dict[str, Any]:
     command = [sys.executable, __file__, "--one", json.dumps(work)]
     root = str(Path(__file__).resolve().parent.parent)
     paths = os.pathsep.join(p for p in (root, os.environ.get("PYTHONPATH")) if p)
+    run = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+        env=os.environ | {"PYTHONPATH": paths, "PYTHONFAULTHANDLER": "1"},
+    )  # fmt: skip
     try:
-        run = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False,
-                             env=os.environ | {"PYTHONPATH": paths})  # fmt: skip
+        out, errors = run.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
-        return {"error": f"took more than {seconds:g} s"}
-    answers = [line for line in run.stdout.splitlines() if line.startswith("RESULT ")]
+        os.killpg(run.pid, signal.SIGABRT)  # every rank writes down where it stands
+        _, errors = run.communicate()
+        return {"error": f"took more than {seconds:g} s", "stderr": errors[-8000:]}
+    answers = [line for line in out.splitlines() if line.startswith("RESULT ")]
     if run.returncode or not answers:
-        lines = [line for line in run.stderr.splitlines() if line.strip()] or [f"{run.returncode}"]
-        return {"error": lines[-1][:400], "stderr": "\n".join(lines[-25:])}
+        lines = [line for line in errors.splitlines() if line.strip()] or [f"{run.returncode}"]
+        return {"error": lines[-1][:400], "stderr": "\n".join(lines[-40:])}
     return json.loads(answers[-1].removeprefix("RESULT "))
 
 
@@ -180,8 +186,16 @@ def compare(ranks: int, folder: Path, options: argparse.Namespace) -> dict[str, 
             pairs = zip(tokens, expected, strict=True)
             answer["requests_that_differ"] = sum(a != b for a, b in pairs)
         found[name] = answer
-        print(f"{name:<42} {json.dumps(answer)[:300]}", flush=True)
+        show(name, answer)
     return found
+
+
+def show(name: str, answer: dict[str, Any]) -> None:
+    print(
+        f"{name:<42} {json.dumps({k: v for k, v in answer.items() if k != 'stderr'})}", flush=True
+    )
+    if "stderr" in answer:
+        print(answer["stderr"], flush=True)
 
 
 def measure(ranks: int, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
@@ -197,7 +211,7 @@ def measure(ranks: int, folder: Path, options: argparse.Namespace) -> dict[str, 
             options.limit,
         )  # fmt: skip
         found[name] = answer
-        print(f"{name:<42} {json.dumps(answer)[:300]}", flush=True)
+        show(name, answer)
     return found
 
 

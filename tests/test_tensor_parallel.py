@@ -33,16 +33,25 @@ PARAMS = [SamplingParams(max_tokens=24 + i, temperature=0.0, ignore_eos=True) fo
 
 
 def model_directory(path: Path, kv_heads: int, family: str) -> Path:
-    from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
+    from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, Qwen3Config
 
     shape = {
         "vocab_size": 128, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
         "num_attention_heads": 8, "num_key_value_heads": kv_heads, "head_dim": 16,
-        "max_position_embeddings": 256, "tie_word_embeddings": False,
+        "max_position_embeddings": 256, "tie_word_embeddings": family == "tied",
     }  # fmt: skip
+    more = {
+        "biased": {"attention_bias": True, "mlp_bias": True},
+        "mixtral": {"num_local_experts": 4},
+    }
+    kinds = {"qwen3": Qwen3Config, "tied": Qwen3Config, "mixtral": MixtralConfig}
     torch.manual_seed(0)
-    config = {"llama": LlamaConfig, "qwen3": Qwen3Config}[family](**shape)
-    AutoModelForCausalLM.from_config(config).save_pretrained(path)
+    config = kinds.get(family, LlamaConfig)(**shape, **more.get(family, {}))
+    model = AutoModelForCausalLM.from_config(config)
+    for name, weight in model.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(weight, std=0.2)
+    model.save_pretrained(path)
     return path
 
 
@@ -58,9 +67,10 @@ def answers(llm: LLM) -> list[list[int]]:
     ("ranks", "kv_heads", "family", "more"),
     [
         (2, 2, "llama", {}), (4, 2, "llama", {}), (2, 4, "qwen3", {}),
-        (2, 2, "llama", {"async_steps": True}),
+        (2, 2, "llama", {"async_steps": True}), (2, 2, "biased", {}), (2, 4, "tied", {}),
+        (2, 2, "mixtral", {}),
     ],
-    ids=["split", "replicated", "qwen3", "two in flight"],
+    ids=["split", "replicated", "qwen3", "two in flight", "biased", "tied", "experts"],
 )  # fmt: skip
 def test_text_equals_the_single_rank_run(tmp_path, ranks, kv_heads, family, more):
     """Float32 over gloo, in a pool so small that requests are preempted and recomputed."""
@@ -70,6 +80,8 @@ def test_text_equals_the_single_rank_run(tmp_path, ranks, kv_heads, family, more
     try:
         assert answers(llm) == expected
         assert llm.engine.scheduler.stats.preemptions > 0
+        weights = llm.engine.runner.model.parameters()
+        assert any(hasattr(weight, "placements") for weight in weights) == (family == "mixtral")
     finally:
         llm.engine.runner.close_ranks()
 

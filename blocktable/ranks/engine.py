@@ -39,6 +39,7 @@ from blocktable.ranks.launch import (
     stop_ranks,
     torchrun_place,
 )
+from blocktable.ranks.local import make_local
 from blocktable.ranks.shards import load_shard, shardable
 from blocktable.ranks.steps import FollowingRunner, LeadingRunner
 
@@ -82,9 +83,11 @@ def build_parallel_engine(
 
 
 def _for_ranks(options: EngineOptions) -> EngineOptions:
-    """Options of each rank: ranks on CPUs share one memory, and a sharded model keeps its hooks."""
+    """Options of each rank: ranks on CPUs share one memory, and the compiler is not to look into
+    the sums between ranks."""
     if options.tensor_parallel_size > 1:
-        options = replace(options, accelerate=False, compile=False)
+        fuses = options.on_gpu and options.accelerate is not False
+        options = replace(options, accelerate=fuses, compile=False)
     if not options.on_gpu:
         options = replace(options, memory_share=options.memory_share / options.num_ranks)
     return options
@@ -169,6 +172,8 @@ def _prepare(
     if options.context_parallel_size > 1:
         share = ContextRank(communicator, options.context_parallel_interleave)
     loaded = _load(source, options, communicator, tokenizer)
+    if options.tensor_parallel_size > 1 and not make_local(loaded.model, communicator):
+        options = replace(options, cuda_graphs=False)  # ranks were seen to stall in a capture
     return prepare_engine(loaded, options, agree=agree_with_ranks, share=share), capacities
 
 
