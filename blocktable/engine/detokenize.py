@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from blocktable.engine.params import SamplingParams
 
@@ -72,15 +72,17 @@ class Detokenizer:
         """Text of one token on its own; bytes that are no character show as U+FFFD."""
         return self.token_bytes(token_id).decode("utf-8", "replace")
 
+    def source(self, skip_special_tokens: bool, context: Sequence[int] = ()) -> TokenSource:
+        """What turns ids, as they come, into new complete characters; ``context`` are the ids
+        before them."""
+        if self._table is not None:
+            return _Bytes(self, skip_special_tokens)
+        near = list(context[-_CONTEXT:])
+        return _Window(self.tokenizer, skip_special_tokens, near, self._byte_of)
+
     def stream(self, params: SamplingParams, prompt_token_ids: Sequence[int]) -> TextStream:
         """The growing text of one completion."""
-        skip = params.skip_special_tokens
-        if self._table is not None:
-            source: _Bytes | _Window = _Bytes(self, skip)
-        else:
-            context = list(prompt_token_ids[-_CONTEXT:])
-            source = _Window(self.tokenizer, skip, context, self._byte_of)
-        return TextStream(source, params)
+        return TextStream(self.source(params.skip_special_tokens, prompt_token_ids), params)
 
 
 def _byte_table(tokenizer: Any) -> list[bytes] | None:
@@ -116,6 +118,18 @@ def _fallback_bytes(tokenizer: Any) -> dict[int, bytes]:
     byte_of = {vocab[name]: byte for name, byte in names.items() if name in vocab}
     falls_back = len(byte_of) == 256 and tokenizer.decode([vocab["<0x41>"]]) == "A"
     return byte_of if falls_back else {}
+
+
+class TokenSource(Protocol):
+    """Characters of token ids that come piece by piece."""
+
+    def push(self, ids: Sequence[int]) -> str:
+        """Characters that these ids complete."""
+        ...
+
+    def flush(self) -> str:
+        """What is left, complete or not."""
+        ...
 
 
 class _Bytes:
@@ -190,7 +204,7 @@ class TextStream:
 
     __slots__ = ("_all", "_keep_stop", "_min_tokens", "_num_tokens", "_source", "_stops", "text")
 
-    def __init__(self, source: _Bytes | _Window, params: SamplingParams) -> None:
+    def __init__(self, source: TokenSource, params: SamplingParams) -> None:
         self._source = source
         self._stops = params.stop_strings
         self._min_tokens = params.min_tokens

@@ -10,6 +10,7 @@ from typing import Any
 from blocktable.engine.detokenize import Detokenizer
 from blocktable.engine.outputs import Logprob, TokenLogprobs
 from blocktable.serve.bridge import Part, Update
+from blocktable.serve.offsets import Offsets
 from blocktable.serve.tools import Reading, ToolUse
 
 Json = dict[str, Any]
@@ -59,7 +60,10 @@ class Shape:
         self._echoes = echoes  # text that stands before each prompt's completions
         self.echo_only = False  # the one token generated is not shown
         self.scores_prompt = False  # prompt_logprobs were asked for
+        self.prompts: Sequence[Sequence[int]] = ()  # token ids, where text offsets are wanted
+        self.skips_special = True  # special tokens are not part of the text
         self._sent: dict[int, tuple[int, int]] = {}  # choice -> characters, tokens sent
+        self._offsets: dict[int, Offsets] = {}  # choice -> of the tokens sent
         self._ended: set[int] = set()
 
     def whole(self, updates: Sequence[Update]) -> Json:
@@ -115,16 +119,15 @@ class Shape:
         return []
 
     def _choice(self, update: Update, place: int, part: Part, characters: int, tokens: int) -> Json:
-        before = len(self._echoes[place]) if self._echoes else 0
         choice: Json = {
             "index": place * self._n + part.index,
             "text": part.text[characters:],
-            "logprobs": self._logprobs(part, tokens, before + characters),
+            "logprobs": self._logprobs(place, part, tokens),
             "finish_reason": finish_reason(part),
             "stop_reason": part.stop_reason,
         }
         if self._echoes and not tokens:
-            self._echo(choice, update, self._echoes[place])
+            self._echo(choice, update, place)
         if self.scores_prompt:
             choice["prompt_logprobs"] = self._prompt_logprobs(update)
         return choice
@@ -134,26 +137,32 @@ class Shape:
     ) -> Json | None:
         return self._choice(update, place, part, characters, tokens)
 
-    def _echo(self, choice: Json, update: Update, prompt: str) -> None:
+    def _echo(self, choice: Json, update: Update, place: int) -> None:
         """Put the prompt, and its log probabilities if they are asked for, before the answer."""
-        own = choice["logprobs"]
+        own, prompt = choice["logprobs"], self._echoes[place]
         if self.echo_only:
             choice.update(text="", finish_reason="length", stop_reason=None)
             own = own and {key: [] for key in own}
         choice["text"] = prompt + choice["text"]
         if own is not None and update.prompt_logprobs is not None:
-            scored = self._scored_prompt(update)
+            scored = self._scored_prompt(update, place)
             choice["logprobs"] = {key: scored[key] + own[key] for key in own}
 
-    def _scored_prompt(self, update: Update) -> Json:
+    def _scored_prompt(self, update: Update, place: int) -> Json:
         """The prompt's tokens in the form of ``_logprobs``; the first has no probability."""
         detokenizer = self._detokenizer
         first = "" if detokenizer is None else detokenizer.token_text(update.first_token)
+        offsets = Offsets(detokenizer)
+        offsets.take(update.first_token)
         entries = (update.prompt_logprobs or [])[1:]
-        rest = self._columns([e for e in entries if e is not None], len(first))
+        rest = self._columns([e for e in entries if e is not None], offsets)
         before = {"tokens": [first], "token_logprobs": [None], "top_logprobs": [None],
                   "text_offset": [0]}  # fmt: skip
-        return {key: before[key] + rest[key] for key in rest}
+        scored = {key: before[key] + rest[key] for key in rest}
+        # tokens that the tokenizer put before a text are not in it
+        added = max(0, offsets.end - len(self._echoes[place]))
+        scored["text_offset"] = [max(0, offset - added) for offset in scored["text_offset"]]
+        return scored
 
     def _prompt_logprobs(self, update: Update) -> list[Json | None] | None:
         """vLLM's form: for each position its candidates by token id."""
@@ -175,23 +184,28 @@ class Shape:
             return entry.text
         return self._detokenizer.token_text(entry.token_id)
 
-    def _logprobs(self, part: Part, tokens: int, characters: int) -> Json | None:
+    def _logprobs(self, place: int, part: Part, tokens: int) -> Json | None:
         if part.logprobs is None:
             return None
-        return self._columns(part.logprobs[tokens : part.num_tokens], characters)
+        choice = place * self._n + part.index
+        offsets = self._offsets.get(choice)
+        if offsets is None:
+            offsets = self._offsets[choice] = Offsets(
+                self._detokenizer, skip_special=self.skips_special,
+                context=self.prompts[place] if self.prompts else (),
+                start=len(self._echoes[place]) if self._echoes else 0,
+            )  # fmt: skip
+        return self._columns(part.logprobs[tokens : part.num_tokens], offsets)
 
-    def _columns(self, entries: Sequence[TokenLogprobs], characters: int) -> Json:
-        names, values, tops, offsets = [], [], [], []
+    def _columns(self, entries: Sequence[TokenLogprobs], offsets: Offsets) -> Json:
+        names, values, tops, places = [], [], [], []
         for entry in entries:
-            name = self._token(entry.chosen)
-            names.append(name)
+            names.append(self._token(entry.chosen))
             values.append(_finite(entry.chosen.logprob))
             tops.append({self._token(t): _finite(t.logprob) for t in [*entry.top, entry.chosen]})
-            offsets.append(characters)
-            characters += len(name)
+            places.append(offsets.take(entry.chosen.token_id))
         return {
-            "tokens": names, "token_logprobs": values, "top_logprobs": tops,
-            "text_offset": offsets,
+            "tokens": names, "token_logprobs": values, "top_logprobs": tops, "text_offset": places,
         }  # fmt: skip
 
 

@@ -125,7 +125,7 @@ class EngineBridge:
         *,
         max_rows: int,
     ) -> None:
-        self.engine, self._max_rows = engine, max_rows
+        self.engine, self.max_rows = engine, max_rows
         self._watchers: list[Watcher] = []
         self.rows = 0  # completions accepted and not finished
         self.failure: Exception | None = None
@@ -177,11 +177,11 @@ class EngineBridge:
         if not self.alive:
             raise ApiError(503, f"the engine has stopped: {self.failure or 'shutting down'}")
         rows = len(prompts) * params.n
-        if self.rows + rows > self._max_rows:
+        if self.rows + rows > self.max_rows:
             wait = max(1, round(self.mean_seconds))
             raise ApiError(
                 429, f"the server is full: {self.rows} completions run or wait, {rows} more were "
-                f"asked for, the limit is {self._max_rows}",
+                f"asked for, the limit is {self.max_rows}",
                 code="overloaded", headers={"Retry-After": str(wait)},
             )  # fmt: skip
         call = Call(len(prompts), rows)

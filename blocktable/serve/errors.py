@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -14,6 +14,7 @@ from starlette.responses import Response
 from blocktable.core.errors import RequestError
 
 _LONGEST = 600
+_UNREADABLE = "There was an error parsing the body"  # FastAPI's word for what is no text
 
 
 class ApiError(Exception):
@@ -82,20 +83,75 @@ async def _http_error(request: Request, error: Exception) -> Response:
     if not isinstance(error, HTTPException):
         raise error
     headers = dict(error.headers) if error.headers else None
-    return respond(ApiError(error.status_code, str(error.detail), headers=headers))
+    detail = str(error.detail)
+    if error.status_code == 400 and detail == _UNREADABLE:
+        coding = request.headers.get("content-encoding", "identity")
+        detail = f"the body is not JSON in UTF-8 without compression, its encoding is {coding[:40]}"
+    return respond(ApiError(error.status_code, detail, headers=headers))
 
 
 async def _validation_error(request: Request, error: Exception) -> Response:
     if not isinstance(error, RequestValidationError):
         raise error
-    first = error.errors()[0]
-    place = [str(part) for part in first["loc"] if part != "body"]
+    errors = error.errors()
+    first = errors[0]
     if first["type"] == "json_invalid":
         reason = first.get("ctx", {}).get("error", first["msg"])
-        return respond(ApiError(400, f"the body is not JSON: {reason}"))
-    name = ".".join(p for p in place if not p.startswith(("function-", "lax-or-"))) or "body"
+        return respond(
+            ApiError(400, f"the body is not JSON: {reason} at character {first['loc'][-1]}")
+        )
+    if isinstance(first.get("input"), bytes):
+        given = request.headers.get("content-type", "none")
+        return respond(
+            ApiError(400, f"send the header Content-Type: application/json, got {given[:80]!r}")
+        )
+    place, first, reason = best_reason(errors, error.body)
+    name = ".".join(place) or "body"
     got = "" if first["type"] == "missing" else f", got {_short(first.get('input'))}"
-    return respond(ApiError(400, f"{name}: {first['msg']}{got}", param=place[0] if place else None))
+    return respond(ApiError(400, f"{name}: {reason}{got}", param=place[0] if place else None))
+
+
+def best_reason(
+    errors: Sequence[dict[str, Any]], body: object
+) -> tuple[list[str], dict[str, Any], str]:
+    """Of what a body was refused for: the place in it, the error, and the reason in words.
+
+    Pydantic reports each form that a field may have, and puts the form's name into the place. The
+    form that fits furthest says most; where none fits at all, the field must be one of them.
+    """
+    places = [_place(error, body) for error in errors]
+    first, forms = errors[0], places[0][1]
+    same = [0]
+    if forms < len(first["loc"]):
+        same = [i for i, e in enumerate(errors) if e["loc"][:forms] == first["loc"][:forms]]
+    depths = [len(places[i][0]) for i in same]
+    best = [i for i, depth in zip(same, depths, strict=True) if depth == max(depths)]
+    reasons = list(dict.fromkeys(str(errors[i]["msg"]) for i in best))
+    start = "Input should be "
+    if min(depths) == max(depths) and all(reason.startswith(start) for reason in reasons):
+        reasons = [start + " or ".join(reason[len(start) :] for reason in reasons)]
+    return places[best[0]][0], errors[best[0]], reasons[0]
+
+
+def _place(error: dict[str, Any], body: object) -> tuple[list[str], int]:
+    """The keys and indices of an error's place, and how many parts of its ``loc`` come before the
+    first that is the name of a form."""
+    loc = error["loc"]
+    if loc[0] != "body":
+        return [str(part) for part in loc[1:]], len(loc)
+    at: Any = body
+    place: list[str] = []
+    forms = len(loc)
+    for i, part in enumerate(loc[1:], 1):
+        missing = error["type"] == "missing" and i + 1 == len(loc)
+        is_item = isinstance(at, list) and isinstance(part, int) and part < len(at)
+        if is_item or (isinstance(at, dict) and part in at):
+            at = at[part]
+        elif not missing:  # no key of the body: a form, or what a check calls itself
+            forms = min(forms, i)
+            continue
+        place.append(str(part))
+    return place, forms
 
 
 def _short(value: object) -> str:

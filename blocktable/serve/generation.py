@@ -59,6 +59,7 @@ class Generation:
                 t if t is not None else self._decode(i) for t, i in zip(texts, ids, strict=True)
             ]
         shape = Shape(self.model, params.n, self._bridge.engine.detokenizer, echoes)
+        shape.prompts, shape.skips_special = ids, params.skip_special_tokens
         shape.echo_only = body.max_tokens == 0
         shape.scores_prompt = body.prompt_logprobs is not None
         return await self._respond(body, request, ids, params, shape)
@@ -75,7 +76,8 @@ class Generation:
             tools = [tool.model_dump(exclude_unset=True) for tool in body.tools]
         messages = plain_messages(body.messages)
         ids = [await self._reader.run(self._reader.chat_ids, messages, tools, options)]
-        wanted = body.max_completion_tokens or body.max_tokens
+        newer = body.max_completion_tokens is not None
+        wanted = body.max_completion_tokens if newer else body.max_tokens
         room = self._bridge.engine.max_model_len - len(ids[0])
         if body.top_logprobs and not body.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs to be true", param="top_logprobs")
@@ -86,7 +88,14 @@ class Generation:
         if use is not None and use.keeps_special:
             changes["skip_special_tokens"] = False
         params = await self._params(
-            body, ids, wanted or room, wanted, logprobs, changes, _renames(body, use)
+            body,
+            ids,
+            wanted or room,
+            wanted,
+            logprobs,
+            changes,
+            _renames(body, use),
+            "max_completion_tokens" if newer else "max_tokens",
         )
         shape = ChatShape(self.model, params.n, self._bridge.engine.detokenizer, use)
         shape.scores_prompt = body.prompt_logprobs is not None
@@ -128,16 +137,19 @@ class Generation:
     async def _params(
         self, body: SamplingFields, prompts: list[list[int]], max_tokens: int, asked: int | None,
         logprobs: int | None, changes: dict[str, Any], renames: dict[str, str],
+        most: str = "max_tokens",
     ) -> SamplingParams:  # fmt: skip
-        """The checked parameters, with ``changes`` where they are not None. A guide is compiled
-        here, in the tokenising thread, so that the engine does not wait for it."""
+        """The checked parameters, with ``changes`` where they are not None; ``most`` is the field
+        that ``asked`` came in. A guide is compiled here, in the
+        tokenising thread, so that the engine does not wait for it."""
         engine = self._bridge.engine
         room = engine.max_model_len - max(map(len, prompts))
         if asked is not None and asked > room:
             raise ApiError(
-                400, f"max_tokens must be at most {room} (max_model_len {engine.max_model_len} "
-                f"less the prompt), got {asked}", param="max_tokens",
+                400, f"{most} must be at most {room} (max_model_len {engine.max_model_len} "
+                f"less the prompt), got {asked}", param=most,
             )  # fmt: skip
+        self._check_count(len(prompts), body.n or 1)
         self._check_salt(body.cache_salt)
         if body.stream_options is not None and not body.stream:
             raise ApiError(400, "stream_options needs stream to be true", param="stream_options")
@@ -155,6 +167,16 @@ class Generation:
             return params
         except RequestError as error:
             raise from_request_error(error, _FIELDS, renames) from None
+
+    def _check_count(self, prompts: int, n: int) -> None:
+        """Refuse what would not fit an idle server either: to wait and ask again is of no use."""
+        most = self._bridge.max_rows
+        if prompts * n > most:
+            field = "n" if n > 1 else "prompt"
+            raise ApiError(
+                400, f"{field}: {prompts} prompts of n={n} completions are {prompts * n}, the "
+                f"limit for all that run and wait is {most}", param=field,
+            )  # fmt: skip
 
     def _check_salt(self, salt: str | None) -> None:
         if salt is None:

@@ -19,9 +19,9 @@ from blocktable.serve.errors import ApiError
 T = TypeVar("T")
 _OWN_ARGUMENTS = frozenset(
     {
-        "conversation", "tools", "chat_template", "tokenize", "sanitize_control_tokens", "padding",
-        "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask",
-        "tokenizer_kwargs",
+        "conversation", "messages", "tools", "chat_template", "tokenize",
+        "sanitize_control_tokens", "padding", "truncation", "max_length", "return_tensors",
+        "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs",
     }
 )  # fmt: skip
 """Arguments of ``apply_chat_template`` that are not for clients: one that could set

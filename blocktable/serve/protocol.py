@@ -298,36 +298,49 @@ def plain_messages(messages: list[ChatMessage]) -> list[dict[str, Any]]:
         fields = message.model_dump(exclude_unset=True)
         content = message.content
         if isinstance(content, list):
-            for part in content:
-                if part.get("type") != "text" or not isinstance(part.get("text"), str):
-                    raise ApiError(
-                        400, f"messages[{i}].content must be text parts, got type "
-                        f"{str(part.get('type'))[:40]!r}", param="messages",
-                    )  # fmt: skip
-            fields["content"] = "".join(part["text"] for part in content)
+            fields["content"] = "".join(
+                _text_of(part, f"messages[{i}].content[{k}]") for k, part in enumerate(content)
+            )
         elif content is None:
             fields["content"] = ""
-        if isinstance(fields.get("tool_calls"), list):
-            fields["tool_calls"] = [_plain_call(call, i) for call in fields["tool_calls"]]
+        calls = fields.get("tool_calls")
+        if isinstance(calls, list):
+            fields["tool_calls"] = [
+                _plain_call(call, f"messages[{i}].tool_calls[{k}]") for k, call in enumerate(calls)
+            ]
+        elif calls is not None:
+            raise ApiError(
+                400, f"messages[{i}].tool_calls must be a list, got {type(calls).__name__}",
+                param="messages",
+            )  # fmt: skip
         plain.append(fields)
     return plain
 
 
-def _plain_call(call: Any, message: int) -> Any:
+def _text_of(part: dict[str, Any], place: str) -> str:
+    """The text of a part of a message."""
+    if part.get("type") != "text":
+        kind = repr(part.get("type"))[:60]
+        raise ApiError(400, f"{place}.type must be 'text', got {kind}", param="messages")
+    text = part.get("text")
+    if not isinstance(text, str):
+        given = repr(text)[:60]
+        raise ApiError(400, f"{place}.text must be a string, got {given}", param="messages")
+    return text
+
+
+def _plain_call(call: Any, place: str) -> Any:
     """A call of an earlier turn with its arguments as an object, which templates expect."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise ApiError(
-            400, f"messages[{message}].tool_calls must be objects with function.name",
-            param="messages",
-        )  # fmt: skip
+        raise ApiError(400, f"{place} must be an object with function.name", param="messages")
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments or "{}")
         except (ValueError, RecursionError):
             raise ApiError(
-                400, f"messages[{message}].tool_calls: the arguments of {function['name'][:64]!r} "
-                "are not JSON", param="messages",
+                400, f"{place}: the arguments of {function['name'][:64]!r} are not JSON",
+                param="messages",
             ) from None  # fmt: skip
     return {**call, "function": {**function, "arguments": arguments or {}}}

@@ -1,6 +1,8 @@
 """Every bad field is a 400, 413 or 422 that names it, never a 500, and the next request works."""
 
+import gzip
 import json
+import re
 
 import httpx
 import pytest
@@ -175,3 +177,86 @@ def test_tokenize_and_back(http):
     assert http.post("/detokenize", json={"tokens": ids["tokens"]}).json() == {"prompt": "héllo"}
     chat = http.post("/tokenize", json={"messages": CHAT["messages"], "return_token_strs": True})
     assert "".join(chat.json()["token_strs"]).startswith("user: x")
+
+
+FORMS = [
+    ("stop", [None], "stop.0", "a valid string"), ("stop", ["a", 5], "stop.1", "got 5"),
+    ("stop", 5, "stop", "a valid string or a valid list, got 5"),
+    ("stop", {"a": 1}, "stop", "a valid string or a valid list"),
+    ("guided_json", 5, "guided_json", "a valid string or a valid dictionary"),
+    ("structured_outputs", {"json": []}, "structured_outputs.json", "dictionary"),
+]  # fmt: skip
+CHAT_FORMS = [
+    ("tool_choice", {"type": "function"}, "tool_choice.function", "required"),
+    ("tool_choice", {"function": {}}, "tool_choice.function.name", "required"),
+    ("tool_choice", {"function": {"name": 5}}, "tool_choice.function.name", "got 5"),
+    ("tool_choice", "often", "tool_choice", "'required'"),
+    ("tool_choice", 5, "tool_choice", "'required'"),
+    ("messages", [{"role": "user", "content": ["x"]}], "messages.0.content.0", "got 'x'"),
+    ("messages", [{"role": "user", "content": 5}], "messages.0.content", "string or a valid list"),
+    ("messages", [{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0].text",
+     "a string, got None"),
+    ("messages", [{"role": "user", "content": [{"type": "text", "text": 5}]}],
+     "messages[0].content[0].text", "a string, got 5"),
+    ("messages", [{"role": "user", "content": [{}]}], "messages[0].content[0].type", "'text'"),
+    ("messages", [{"role": "user", "content": [{"type": "image_url"}]}],
+     "messages[0].content[0].type", "'text', got 'image_url'"),
+    ("messages", [{"role": "assistant", "tool_calls": "x"}], "messages[0].tool_calls", "a list"),
+    ("messages", [{"role": "assistant", "tool_calls": [{}]}], "messages[0].tool_calls[0]",
+     "function.name"),
+    ("messages", [{"role": "assistant", "tool_calls": [{"function": {"name": "f",
+      "arguments": "{"}}]}], "messages[0].tool_calls[0]", "not JSON"),
+    ("tools", [{"function": {}}], "tools.0.function.name", "required"),
+    ("max_completion_tokens", 10**6, "max_completion_tokens", "must be at most"),
+    ("chat_template_kwargs", {"messages": []}, "chat_template_kwargs", "messages"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("field", "value", "place", "word"), FORMS, ids=lambda x: str(x)[:30])
+def test_of_a_field_with_several_forms_the_nearest_is_named(
+    http, server, field, value, place, word
+):
+    names_the_place(http, server, "/v1/completions", {**OK, field: value}, place, word)
+
+
+@pytest.mark.parametrize(("field", "value", "place", "word"), CHAT_FORMS, ids=lambda x: str(x)[:30])
+def test_a_refused_chat_names_the_very_place(http, server, field, value, place, word):
+    names_the_place(http, server, "/v1/chat/completions", {**CHAT, field: value}, place, word)
+
+
+def names_the_place(http, server, path, fields, place, word):
+    answer = http.post(path, json=fields)
+    error = answer.json()["error"]
+    assert answer.status_code == 400
+    assert re.split(r"[ :]", error["message"])[0] == place, error
+    assert word in error["message"] and error["param"] == re.split(r"[.\[]", place)[0], error
+    still_serves(http, server)
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", None])
+def test_a_forgotten_content_type_is_named(http, kind):
+    headers = {} if kind is None else {"content-type": kind}
+    answer = http.post("/v1/completions", content=json.dumps(OK), headers=headers)
+    message = answer.json()["error"]["message"]
+    assert answer.status_code == 400 and "Content-Type: application/json" in message
+    assert (kind or "none") in message
+
+
+def test_where_a_body_stops_being_json_is_told(http):
+    answer = http.post("/v1/completions", content=b'{"prompt": "x", "n": }', headers=JSON)
+    assert "at character 21" in answer.json()["error"]["message"]
+    zipped = gzip.compress(json.dumps(OK).encode())
+    answer = http.post(
+        "/v1/completions", content=zipped, headers={**JSON, "content-encoding": "gzip"}
+    )
+    assert answer.status_code == 400 and "gzip" in answer.json()["error"]["message"]
+
+
+def test_what_never_fits_is_no_429(http, server):
+    """A client told to come back later would come back for ever."""
+    answer = http.post("/v1/completions", json={**OK, "prompt": ["a"] * 256, "n": 64})
+    error = answer.json()["error"]
+    assert answer.status_code == 400 and error["param"] == "n", error
+    assert "16384" in error["message"] and "264" in error["message"]
+    assert "retry-after" not in answer.headers
+    still_serves(http, server)
