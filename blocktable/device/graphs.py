@@ -198,6 +198,11 @@ class GraphPool:
         graph.replay()
         return outputs
 
+    def clear(self) -> None:
+        """Give up all graphs. Those that hold NCCL's kernels must go before its communicator: its
+        end waits for theirs."""
+        self._graphs.clear()
+
     def _capture(self, padded: int, fn: Callable[[int], Any]) -> tuple[Any, Any]:
         stream = torch.cuda.Stream(self.device)
         stream.wait_stream(torch.cuda.current_stream(self.device))

@@ -3,7 +3,7 @@
 It is apart from the collectives of the model, so that a rank that hangs in one of those is still
 found out. An acknowledgement is 56 bytes and an optional text:
 
-    "BTAK" | version u8 | state u8 (0 done, 1 hello, 2 failed) | rank u16 | sequence u32 |
+    "BTAK" | version u8 | state u8 (0 done, 1 hello, 2 failed, 3 here) | rank u16 | sequence u32 |
     text bytes u32 | step u64 | table digest u64 | map digest u64 | blocks available u64 |
     text (utf-8) | XXH3-64 of all before
 
@@ -16,19 +16,20 @@ from __future__ import annotations
 import struct
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import xxhash
 import zmq
 
 from blocktable.core.errors import RankError, WireError
 
-DONE, HELLO, FAILED = range(3)
+DONE, HELLO, FAILED, HERE = range(4)
 _ACK = struct.Struct("<4sBBHIIQQQQ")
 _ACK_MAGIC, _ACK_VERSION = b"BTAK", 1
 _LONGEST_TEXT = 4096
 _POLL_SECONDS = 0.05
-STOP = b"BTSTOP"
+_ROLL_SECONDS, _WATCH_SECONDS = 2.0, 2e-5
+STOP, CALL = b"BTSTOP", b"BTCALL"
 
 
 class Ack(NamedTuple):
@@ -61,7 +62,7 @@ def decode_ack(data: bytes) -> Ack:
     if xxhash.xxh3_64_digest(data[:-8]) != data[-8:]:
         raise WireError("a corrupted acknowledgement: its checksum does not match")
     _, _, state, rank, sequence, size, step, digest, own, available = _ACK.unpack_from(data)
-    if len(data) != _ACK.size + size + 8 or state > FAILED:
+    if len(data) != _ACK.size + size + 8 or state > HERE:
         raise WireError(f"an acknowledgement of {len(data)} bytes with {size} bytes of text")
     text = data[_ACK.size : -8].decode(errors="replace")
     return Ack(state, rank, sequence, step, digest, own, available, text)
@@ -89,6 +90,7 @@ class DriverChannel:
         self._socket.bind(endpoint)
         self.endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self._heard: dict[int, Ack] = {}
+        self._here: set[int] = set()
 
     def wait_for_ranks(self) -> None:
         """Return once every rank has said hello; RankError names those that have not."""
@@ -123,6 +125,32 @@ class DriverChannel:
             self._receive(step)
         self._find_dead(step)
 
+    def watch(self, step: int, is_done: Callable[[], bool]) -> None:
+        """Return when ``is_done``, which asks a device for the end of a step that all ranks have
+        taken. Raises RankError after the time-out, naming the ranks that then do not answer, or at
+        once where a rank's process died."""
+        deadline, asked = time.monotonic() + self._timeout, time.monotonic()
+        while not is_done():
+            now = time.monotonic()
+            if now > asked + _POLL_SECONDS:
+                self.check(step)
+                asked = now
+            if now > deadline:
+                self._call_roll(step)
+            time.sleep(_WATCH_SECONDS)
+
+    def _call_roll(self, step: int) -> NoReturn:
+        """RankError that names the ranks which give no word when asked for one."""
+        self._here.clear()
+        self.publish(CALL)
+        deadline = time.monotonic() + _ROLL_SECONDS
+        while len(self._here) < len(self._ranks) and time.monotonic() < deadline:
+            if self._socket.poll(int(_POLL_SECONDS * 1000)):
+                self._receive(step)
+        silent = ", ".join(str(rank) for rank in self._ranks if rank not in self._here)
+        who = f"rank {silent} is silent" if silent else "all ranks answer"
+        raise RankError(f"step {step} did not end within {self._timeout:g} s: {who}")
+
     def _collect(self, due: Callable[[Ack], bool], fault: str, step: int | None) -> list[Ack]:
         deadline = time.monotonic() + self._timeout
         while True:
@@ -148,6 +176,9 @@ class DriverChannel:
             ) from error
         if ack.state == FAILED:
             raise RankError(ack.text or f"rank {ack.rank} failed at step {ack.step}")
+        if ack.state == HERE:
+            self._here.add(ack.rank)
+            return
         known = self._heard.get(ack.rank)
         if known is None or ack.state == DONE:
             self._heard[ack.rank] = ack
@@ -185,13 +216,16 @@ class RankChannel:
         """The next message, or None when the driver has stopped. Waits while the driver lives;
         RankError when it does not, or after ``timeout`` seconds of silence."""
         deadline = None if timeout is None else time.monotonic() + timeout
-        while not self._socket.poll(1000 if timeout is None else 100):
-            if not is_driver_alive():
-                raise RankError(f"rank {self.rank}: the driver is gone")
-            if deadline is not None and time.monotonic() > deadline:
-                raise RankError(f"rank {self.rank}: no message for {timeout:g} s")
-        data = self._socket.recv()
-        return None if data == STOP else data
+        while True:
+            while not self._socket.poll(1000 if timeout is None else 100):
+                if not is_driver_alive():
+                    raise RankError(f"rank {self.rank}: the driver is gone")
+                if deadline is not None and time.monotonic() > deadline:
+                    raise RankError(f"rank {self.rank}: no message for {timeout:g} s")
+            data = self._socket.recv()
+            if data != CALL:
+                return None if data == STOP else data
+            self.send(Ack(HERE, self.rank, 0, 0, 0, 0, 0))
 
     def send(self, ack: Ack) -> None:
         """Send an acknowledgement; RankError when the driver is gone. Does not block."""

@@ -138,7 +138,8 @@ def _lead(
         _raise_rank_fault(channel, error)
         raise
     threads = torch.get_num_threads()
-    stop = weakref.finalize(engine, stop_ranks, channel, workers, threads, communicator)
+    graphs = getattr(engine.runner, "graph_pools", ())
+    stop = weakref.finalize(engine, stop_ranks, channel, workers, threads, communicator, graphs)
     engine.runner.close_ranks = stop  # pyright: ignore[reportAttributeAccessIssue]
     return engine
 

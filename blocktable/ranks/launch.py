@@ -6,7 +6,7 @@ import multiprocessing
 import os
 import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, NoReturn
 
@@ -77,9 +77,11 @@ def share_cpu(options: EngineOptions) -> None:
 
 
 def stop_ranks(
-    channel: DriverChannel | None, workers: list[Any], threads: int, communicator: Any = None
-) -> None:
-    """End the other ranks; those that do not go within seconds are killed."""
+    channel: DriverChannel | None, workers: list[Any], threads: int, communicator: Any = None,
+    graphs: Sequence[Any] = (),
+) -> None:  # fmt: skip
+    """End the other ranks; those that do not go within seconds are killed. ``graphs`` are pools of
+    CUDA graphs that hold NCCL's kernels: they go before its communicator."""
     if channel is not None:
         channel.close()
     for worker in workers:
@@ -88,7 +90,18 @@ def stop_ranks(
             worker.kill()
             worker.join(3)
     torch.set_num_threads(threads)
+    for pool in graphs:
+        pool.clear()
     if torch.distributed.is_initialized() and (communicator is not None or workers):
+        _end_group()
+
+
+def _end_group() -> None:
+    """Take the process group apart. NCCL's would wait for kernels that wait for a dead rank, and
+    for graphs that somebody still holds: it is aborted."""
+    if torch.distributed.get_backend() == "nccl":
+        torch.distributed.distributed_c10d._abort_process_group()
+    else:
         torch.distributed.destroy_process_group()
 
 

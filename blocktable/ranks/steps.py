@@ -8,7 +8,7 @@ which rows begin with one of them (the message's ``user`` column).
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -71,6 +71,20 @@ class LeadingRunner:
         with self._naming_ranks():
             tokens = self._communicator.broadcast(token_ids.contiguous())
         self._runner.remember(rows, tokens)
+
+    def download(self, token_ids: torch.Tensor) -> Callable[[], np.ndarray]:
+        """See `ModelRunner.download`. A device waits for a rank that is gone without end, so the
+        ranks are looked after in the meantime."""
+        tokens, step = self._runner.download(token_ids), self._told[1]
+        is_there = getattr(tokens, "is_there", None)
+        if is_there is None:
+            return tokens
+
+        def wait() -> np.ndarray:
+            self._channel.watch(step, is_there)
+            return tokens()
+
+        return wait
 
     @contextmanager
     def _naming_ranks(self) -> Iterator[None]:

@@ -126,6 +126,35 @@ def test_a_sound_world_runs_on(threads):
     assert acks[1].digest == acks[2].digest and acks[1].map_digest != acks[2].map_digest
 
 
+def test_a_device_that_never_ends_a_step_is_reported_with_the_rank_that_is_silent(threads):
+    """A rank took the step and stopped: nothing but its silence tells, to those who ask."""
+    held = threading.Event()
+
+    def stall(state, step):
+        if state.rank == 2 and step.message.step >= 3:
+            held.wait(20.0)
+
+    driver = threads(on_state=stall)
+    try:
+        while driver.channel._heard[2].step < 3:
+            driver.step()
+        driver.channel.watch(3, lambda: True)  # a step that has ended is not waited for
+        began = time.monotonic()
+        with pytest.raises(RankError, match=r"step 3 did not end within 1\.5 s: rank 2 is silent"):
+            driver.channel.watch(3, lambda: False)
+        assert time.monotonic() - began < TIMEOUT + 4.0
+    finally:
+        held.set()
+
+
+def test_a_step_that_never_ends_though_all_ranks_answer(threads):
+    driver = threads()
+    driver.step()
+    with pytest.raises(RankError, match=r"step 1 did not end within 1\.5 s: all ranks answer"):
+        driver.channel.watch(1, lambda: False)
+    driver.step()  # being asked does not disturb the ranks
+
+
 def at_step(number, change):
     def tamper(message, data):
         return change(data) if message.step == number else [data]

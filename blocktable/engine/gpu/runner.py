@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -44,6 +44,21 @@ from blocktable.sched.output import SchedulerOutput
 
 PENDING = -1
 """Input id of a token that the step before samples: taken from the device when the step runs."""
+
+
+class Download(NamedTuple):
+    """Tokens on their way to pinned memory; calling it waits for them alone."""
+
+    host: torch.Tensor
+    copied: torch.cuda.Event
+
+    def is_there(self) -> bool:
+        """Whether they have come."""
+        return self.copied.query()
+
+    def __call__(self) -> np.ndarray:
+        self.copied.synchronize()
+        return self.host.numpy()
 
 
 class GraphRunner(ModelRunner):
@@ -124,12 +139,7 @@ class GraphRunner(ModelRunner):
         host.copy_(token_ids, non_blocking=True)
         copied = torch.cuda.Event()
         copied.record()
-
-        def wait() -> np.ndarray:
-            copied.synchronize()
-            return host.numpy()
-
-        return wait
+        return Download(host, copied)
 
     # -- one step ---------------------------------------------------------------------------------
 
@@ -272,6 +282,11 @@ class GraphRunner(ModelRunner):
                     step_plans.append(held.plan)
                 self._graphs[shares].run(size, partial(self._captured_pass, staged, step_plans))
         return sum(len(pool.captured) for pool in self._graphs.values())
+
+    @property
+    def graph_pools(self) -> list[GraphPool]:
+        """Where the graphs are kept."""
+        return list(self._graphs.values())
 
     def captured(self) -> dict[bool, list[int]]:
         """Batch sizes captured so far, without and with shared prefixes."""
