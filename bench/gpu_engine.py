@@ -126,6 +126,11 @@ def decode(llm: LLM, vocab: int, batch: int, prompt_len: int, steps: int) -> dic
 
 def _device_ms(engine: Any, steps: int) -> float:
     """Time of a step's kernels and copies, added up by the profiler."""
+    return sum(_kernels(engine, steps).values())
+
+
+def _kernels(engine: Any, steps: int) -> dict[str, float]:
+    """Milliseconds of each kernel in a step, the largest first."""
     from torch.profiler import ProfilerActivity, profile
 
     torch.cuda.synchronize()
@@ -133,7 +138,26 @@ def _device_ms(engine: Any, steps: int) -> float:
         for _ in range(steps):
             engine.step()
         torch.cuda.synchronize()
-    return sum(row.self_device_time_total for row in found.key_averages()) / 1e3 / steps
+    rows = sorted(found.key_averages(), key=lambda row: -row.self_device_time_total)
+    return {f"{row.count / steps:g} x {row.key[:90]}": row.self_device_time_total / 1e3 / steps
+            for row in rows}  # fmt: skip
+
+
+def show_kernels(llm: LLM, prompts: list[list[int]], title: str) -> None:
+    """What the time of decode steps over these prompts goes to."""
+    params = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
+    for i, prompt in enumerate(prompts):
+        llm.engine.add_request(f"{title}{i}", prompt, params, streaming=False)
+    while llm.engine.scheduler.num_waiting:
+        llm.engine.step()
+    for _ in range(6):  # the last prompts' prefill
+        llm.engine.step()
+    kernels = _kernels(llm.engine, 8)
+    print(f"{title}: {sum(kernels.values()):.2f} ms a decode step of {len(prompts)}")
+    for name, ms in list(kernels.items())[:14]:
+        print(f"    {ms:8.3f} ms  {name}")
+    while llm.engine.has_unfinished:
+        llm.engine.step()
 
 
 def prefix(llm: LLM, vocab: int, scale: float) -> dict[str, Any]:
@@ -160,6 +184,7 @@ def main() -> None:
     parser.add_argument("--no-compile", action="store_true")
     parser.add_argument("--repeats", type=int, default=4, help="of mixed; the first warms up")
     parser.add_argument("--start-only", action="store_true", help="stop at the first token")
+    parser.add_argument("--profile", action="store_true", help="print a decode step's kernels")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     dtype = torch.bfloat16 if args.device != "cpu" else torch.float32
@@ -210,6 +235,12 @@ def main() -> None:
         print("  vllm 0.25.1", json.dumps(peer), flush=True)
         if args.out:
             args.out.write_text(json.dumps(record, indent=1))
+    if args.profile:
+        rng = np.random.default_rng(9)
+        head = rng.integers(0, vocab, int(4096 * args.scale)).tolist()
+        own = [rng.integers(0, vocab, max(1, int(1024 * args.scale))).tolist() for _ in range(256)]
+        show_kernels(llm, own, "alone")
+        show_kernels(llm, [head + one[: len(one) // 8 + 1] for one in own], "behind a prefix")
 
 
 if __name__ == "__main__":
