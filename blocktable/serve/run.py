@@ -77,11 +77,13 @@ def serve_role(
 
 
 def listen(config: ServerConfig) -> Any:
-    """A bound socket, so that a taken port is told before the model is loaded."""
+    """A bound socket, so that a taken port is told before the model is loaded. It names its protocol:
+    asyncio sends small pieces at once (TCP_NODELAY) only where a socket does, and an answer of a
+    head and a body would come 40 ms late otherwise."""
     import socket
 
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
-    listener = socket.socket(family)
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((config.host, config.port))

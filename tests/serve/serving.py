@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import os
 import shutil
-import socket
 import threading
 import time
 
@@ -17,6 +16,7 @@ from blocktable import LLM
 from blocktable.serve.app import build_app
 from blocktable.serve.config import ServerConfig
 from blocktable.serve.connections import guarded_protocol
+from blocktable.serve.run import listen
 
 CHROMIUM = os.environ.get("BLOCKTABLE_CHROMIUM") or shutil.which("chromium")
 
@@ -59,9 +59,7 @@ class AppThread:
     """An application on a free port of 127.0.0.1, in a thread."""
 
     def __init__(self, app, port=0, **options):
-        self._socket = socket.socket()
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self._socket.bind(("127.0.0.1", port))
+        self._socket = listen(ServerConfig(port=port))
         self.port = self._socket.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         made = uvicorn.Config(

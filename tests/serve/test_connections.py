@@ -1,5 +1,6 @@
 """Connections that never finish a request, or fill it without end, are closed in time."""
 
+import asyncio
 import json
 import socket
 import time
@@ -10,6 +11,7 @@ from serving import running
 
 from blocktable.core.errors import ConfigError
 from blocktable.serve.config import ServerConfig
+from blocktable.serve.run import listen
 
 READ_SECONDS = 1.0
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
@@ -134,3 +136,28 @@ def test_a_long_answer_is_not_cut_by_the_read_limit(small):
 def test_limits_are_checked(options):
     with pytest.raises(ConfigError, match=next(iter(options))):
         ServerConfig(**options)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_small_pieces_are_sent_at_once(host):
+    """Under asyncio's own loop too (uvloop always does): a head and a body, and each token of a
+    stream, would wait 40 ms for the client's acknowledgement."""
+    try:
+        listener = listen(ServerConfig(port=0, host=host))
+    except ConfigError:
+        pytest.skip(f"this machine has no {host}")
+    seen = []
+
+    async def accept(reader, writer):
+        sock = writer.get_extra_info("socket")
+        seen.append(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+        writer.close()
+
+    async def connect():
+        async with await asyncio.start_server(accept, sock=listener):
+            reader, writer = await asyncio.open_connection(*listener.getsockname()[:2])
+            await reader.read()
+            writer.close()
+
+    asyncio.run(connect())
+    assert seen and all(seen)
