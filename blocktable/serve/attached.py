@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 from blocktable.core.errors import WireError
 from blocktable.parallel.event_stream import EventSubscriber, Received
 from blocktable.parallel.events import AllBlocksCleared, BlockRemoved, BlockStored
-from blocktable.serve.frames import CACHED, FREE, Frame, FrameRing
+from blocktable.serve.frames import CACHED, FREE, Frame
+from blocktable.serve.ring import FrameRing
 
 _CACHED_CODE = CACHED | (1 << 3)
 

@@ -12,7 +12,6 @@ back through time from any state.
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -58,11 +57,6 @@ class Frame(NamedTuple):
     ended: tuple[tuple[int, str], ...] = ()  # (number, reason; "preempted" leaves its row only)
     missed: int = 0  # batches lost before it, where the frames come from an event stream
 
-    @property
-    def num_bytes(self) -> int:
-        """Memory of the frame, about."""
-        return 300 + 12 * len(self.blocks) + 200 * (len(self.started) + len(self.ended))
-
     def as_json(self) -> dict[str, Any]:
         """The frame as the page takes it."""
         flat = np.stack([self.blocks, self.old, self.new], axis=1).ravel().tolist()
@@ -71,41 +65,6 @@ class Frame(NamedTuple):
             "d": round(self.seconds, 6), "k": self.steps, "b": flat, "c": self.counts,
             "a": self.started, "e": self.ended, "m": self.missed,
         }  # fmt: skip
-
-
-class FrameRing:
-    """The last frames, within a number of bytes. One writer; readers take copies."""
-
-    def __init__(self, max_bytes: int) -> None:
-        self._max_bytes, self._bytes = max_bytes, 0
-        self._frames: deque[Frame] = deque()
-
-    def append(self, frame: Frame) -> None:
-        """Add a frame and drop the oldest ones that no longer fit."""
-        self._frames.append(frame)
-        self._bytes += frame.num_bytes
-        while self._bytes > self._max_bytes and len(self._frames) > 1:
-            self._bytes -= self._frames.popleft().num_bytes
-
-    def since(self, sequence: int, limit: int = 5000) -> list[Frame]:
-        """Frames with a number above ``sequence``, the newest ``limit`` of them, oldest first."""
-        found: list[Frame] = []
-        for frame in reversed(self._frames.copy()):
-            if frame.sequence <= sequence or len(found) == limit:
-                break
-            found.append(frame)
-        return found[::-1]
-
-    def life(self, block: int) -> list[dict[str, Any]]:
-        """What happened to one block, oldest first: step, time, code before and after."""
-        events = []
-        for frame in self._frames.copy():
-            for i in np.flatnonzero(frame.blocks == block).tolist():
-                events.append(
-                    {"step": frame.step, "time": round(frame.time, 3),
-                     "old": int(frame.old[i]), "new": int(frame.new[i])}
-                )  # fmt: skip
-        return events
 
 
 @dataclass(slots=True)

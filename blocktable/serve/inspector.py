@@ -15,14 +15,15 @@ from blocktable.engine.engine import Engine
 from blocktable.serve.bridge import EngineBridge
 from blocktable.serve.config import ServerConfig
 from blocktable.serve.errors import ApiError
-from blocktable.serve.frames import FrameRing
 from blocktable.serve.recorder import TableRecorder
+from blocktable.serve.ring import FrameRing
 from blocktable.serve.tree import prefix_tree
 
 STATIC = Path(__file__).parent / "static"
 _FILES = {"inspect.js": "text/javascript", "inspect.css": "text/css"}
 _INTERVAL = 0.1  # seconds between two looks at the ring, for each open page
 _BATCH = 400  # frames in one message at most
+_LATE = 20_000  # frames that a page may be behind; one that is later sees a gap, and begins anew
 
 T = TypeVar("T")
 
@@ -110,7 +111,8 @@ def add_pages(app: FastAPI, source: Source, ask: Ask[Any], decode: Decode, name:
         """A block: where it stands, its tokens, its life in the ring."""
         facts = await ask(lambda s: _checked_block(s, block))
         facts["text"] = decode(facts["tokens"])
-        return JSONResponse({**facts, "life": source.ring.life(block)})
+        life = await asyncio.to_thread(source.ring.life, block)
+        return JSONResponse({**facts, "life": life})
 
     @app.get("/inspect/request/{number}", include_in_schema=False)
     async def one_request(number: int) -> Response:
@@ -151,16 +153,18 @@ def _tree_facts(source: Source) -> tuple[tuple[Any, ...], Callable[[list[int]], 
 
 
 async def _stream(source: Source, since: int) -> AsyncIterator[bytes]:
-    """Messages with all frames that are new; a comment now and then keeps the line open."""
+    """Messages with all frames that are new, in order and without a gap while the ring has them; a
+    comment now and then keeps the line open."""
     idle = 0
     while True:
-        frames = source.ring.since(since, _BATCH)
-        if frames:
-            since, idle = frames[-1].sequence, 0
-            data = json.dumps([f.as_json() for f in frames], separators=(",", ":"))
+        frames = source.ring.since(since, _LATE)
+        for at in range(0, len(frames), _BATCH):
+            some = frames[at : at + _BATCH]
+            since, idle = some[-1].sequence, 0
+            data = json.dumps([f.as_json() for f in some], separators=(",", ":"))
             yield f"data: {data}\n\n".encode()
-        else:
+        if not frames:
             idle += 1
-            if idle % 100 == 1:
+            if idle % 50 == 1:  # well within the time after which a reader gives up
                 yield b": nothing new\n\n"
         await asyncio.sleep(_INTERVAL)

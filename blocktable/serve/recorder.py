@@ -9,7 +9,7 @@ frame covers several steps.
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,14 +27,17 @@ from blocktable.serve.frames import (
     OWNED,
     SHARED,
     Frame,
-    FrameRing,
     SeenRequest,
     pack,
 )
+from blocktable.serve.ring import FrameRing
 
 _KIND = np.zeros(4, np.int32)
 _KIND[[states.FREE, states.OWNED, states.FENCED, states.EVICTABLE]] = FREE, OWNED, FENCED, CACHED
 _REMEMBERED = 2000
+_REMEMBERED_TOKENS = 1 << 20
+"""Tokens of ended requests that are kept: 4 MiB, 500 tokens each where all are remembered."""
+_NO_TOKENS = np.zeros(0, np.int32)
 _DEBT = -0.02  # seconds of recording ahead of its share that a change of rows may take
 
 
@@ -64,6 +67,9 @@ class TableRecorder:
         self._counts = [np.zeros(rows, np.int32) for _ in engine.manager.tables]
         self.requests: OrderedDict[int, SeenRequest] = OrderedDict()
         self._numbers: dict[str, int] = {}
+        self._kept: deque[SeenRequest] = deque()  # ended, with tokens, in the order of their ends
+        self._kept_tokens = 0
+        self._away: list[SeenRequest] = []  # preempted, and not seen in a row again
         self._next = 1
         self.sequence = 0
         self._started: list[tuple[Any, ...]] = []
@@ -108,6 +114,8 @@ class TableRecorder:
     def _record(self, seconds: float) -> None:
         pool, scheduler = self._engine.manager.pool, self._engine.scheduler
         self._look()
+        if self._away:
+            self._look_at_away()
         started, self._started = self._started, []
         ended, self._ended = self._ended, []
         touched, self._touched = self._touched, []
@@ -202,10 +210,36 @@ class TableRecorder:
         seen = self.requests.get(number)
         if seen is not None:
             seen.ended, seen.reason, seen.row = now, reason, -1
-            if seen.source is not None and seen.source.finish_reason is not None:
-                # the request itself holds its texts and scores: keep its tokens alone
-                seen.tokens, seen.source = seen.source.tokens, None
+            if seen.source is not None and seen.source.finish_reason is None:
+                self._away.append(seen)
+            elif seen.source is not None:
+                self._keep_tokens(seen)
         return number, reason
+
+    def _look_at_away(self) -> None:
+        """Requests that were preempted may end without coming back into a row."""
+        away, self._away = self._away, []
+        for seen in away:
+            if self.requests.get(seen.number) is not seen:
+                continue  # it came back, and is seen anew
+            reason = seen.source.finish_reason
+            if reason is None:
+                self._away.append(seen)
+            else:
+                seen.ended, seen.reason = time.time(), reason
+                self._ended.append((seen.number, reason))
+                self._keep_tokens(seen)
+
+    def _keep_tokens(self, seen: SeenRequest) -> None:
+        """Keep an ended request's tokens and not the request, which holds its texts and scores. The
+        oldest tokens go where too many are kept."""
+        seen.tokens, seen.source = seen.source.tokens, None
+        self._kept.append(seen)
+        self._kept_tokens += len(seen.tokens)
+        while self._kept_tokens > _REMEMBERED_TOKENS or len(self._kept) > _REMEMBERED:
+            oldest = self._kept.popleft()
+            self._kept_tokens -= len(oldest.tokens)
+            oldest.tokens = _NO_TOKENS
 
     def _count_hits(self, row: int) -> None:
         for table in self._engine.manager.tables:
