@@ -20,6 +20,7 @@ from blocktable.serve.bridge import EngineBridge
 from blocktable.serve.config import ServerConfig
 from blocktable.serve.errors import ApiError, install, respond
 from blocktable.serve.generation import Generation
+from blocktable.serve.heap import HeapTrimmer, find_trim
 from blocktable.serve.prompts import PromptReader
 from blocktable.serve.protocol import (
     ChatCompletionRequest,
@@ -52,11 +53,15 @@ def build_app(engine: Engine, config: ServerConfig, model: str) -> FastAPI:
     )
     bridge.add_watcher(lambda _, seconds, outputs: metrics.observe(seconds, outputs))
     reader = PromptReader(engine, config.max_prompts)
+    trimmer = HeapTrimmer(config.trim_seconds, find_trim())
+    bridge.add_watcher(trimmer.after_step)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         bridge.start(asyncio.get_running_loop())
+        trimmer.start()
         yield
+        trimmer.stop()
         bridge.stop()
         reader.close()
 

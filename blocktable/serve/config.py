@@ -31,7 +31,8 @@ class ServerConfig:
         read_seconds: how long a client may take to send a request's head, and then its body (408).
         max_head_bytes: largest head of a request; a larger one is answered 431.
         inspector: record table events and serve /inspect.
-        ring_bytes: memory for recorded events, about; the oldest are dropped.
+        ring_bytes: memory for recorded events, taken at the start; the oldest are dropped.
+        trim_seconds: how often memory that is free is given back to the system; 0 never does.
     """
 
     host: str = "127.0.0.1"
@@ -48,7 +49,8 @@ class ServerConfig:
     read_seconds: float = 30.0
     max_head_bytes: int = 64 * 2**10
     inspector: bool = True
-    ring_bytes: int = 32 * 2**20
+    ring_bytes: int = 16 * 2**20
+    trim_seconds: float = 10.0
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
@@ -61,6 +63,9 @@ class ServerConfig:
         if not 0 <= self.drain_seconds <= _LONGEST:  # NaN is in no range
             limits = f"[0, {_LONGEST:g}]"
             raise ConfigError(f"drain_seconds must be in {limits}, got {self.drain_seconds}")
+        if not 0 <= self.trim_seconds <= _LONGEST:
+            limits = f"[0, {_LONGEST:g}]"
+            raise ConfigError(f"trim_seconds must be in {limits}, got {self.trim_seconds}")
         if not 0 < self.read_seconds <= _LONGEST:
             limits = f"(0, {_LONGEST:g}]"
             raise ConfigError(f"read_seconds must be in {limits}, got {self.read_seconds}")
