@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import threading
@@ -21,7 +22,7 @@ from blocktable.cli.blockmap import PoolPicture, draw_map, legend
 from blocktable.core.errors import ConfigError
 
 _FROM_CODE = np.array([1, 2, 3, 5, 4], np.uint8)  # free, cached, fenced, owned, shared
-_TIMEOUT = 10.0
+_TIMEOUT = 15.0  # seconds; an idle server says something every five
 
 
 class RemoteState:
@@ -30,14 +31,24 @@ class RemoteState:
     def __init__(self, url: str, api_key: str | None) -> None:
         self._base = url.rstrip("/").removesuffix("/inspect") + "/inspect"
         self._key = api_key
-        state = json.load(self._open("state?history=1"))
+        self.lock = threading.Lock()
+        self.problem: str | None = None
+        self.load()
+
+    def load(self) -> None:
+        """Read the whole state."""
+        with self._open("state?history=1") as answer:
+            state = json.load(answer)
+        with self.lock:
+            self._take(state)
+
+    def _take(self, state: dict[str, Any]) -> None:
         self.model, self.block_size = state["model"], state["block_size"]
         self.codes = np.array(state["codes"], np.int32)
         self.requests = {r["number"]: r for r in state["requests"]}
         self.last: dict[str, Any] | None = state["frames"][-1] if state["frames"] else None
         self._since = state["sequence"]
-        self.problem: str | None = None
-        self.lock = threading.Lock()
+        self.problem = None
 
     def _open(self, path: str) -> Any:
         request = urllib.request.Request(f"{self._base}/{path}")
@@ -49,16 +60,27 @@ class RemoteState:
             raise ConfigError(f"cannot read {self._base}: {error}") from None
 
     def follow(self) -> None:
-        """Apply frames for ever; meant for a thread. Connects again where the line breaks."""
+        """Apply frames for ever; meant for a thread. Where the line breaks, or frames are missing,
+        it begins anew: the server may be another one."""
         while True:
             try:
-                for line in self._open(f"events?since={self._since}"):
-                    if line.startswith(b"data: "):
-                        for frame in json.loads(line[6:]):
-                            self.apply(frame)
+                self._follow_line()
+                self.problem = "connection lost, trying again"
             except (ConfigError, OSError, ValueError) as error:
                 self.problem = str(error)
-                time.sleep(1.0)
+            time.sleep(1.0)
+            with contextlib.suppress(ConfigError, OSError, ValueError):
+                self.load()
+
+    def _follow_line(self) -> None:
+        with self._open(f"events?since={self._since}") as lines:
+            for line in lines:
+                frames = json.loads(line[6:]) if line.startswith(b"data: ") else []
+                for frame in frames:
+                    if frame["n"] != self._since + 1:
+                        self.load()
+                        return
+                    self.apply(frame)
 
     def apply(self, frame: dict[str, Any]) -> None:
         """Take one frame."""

@@ -8,7 +8,7 @@ from serving import CHROMIUM, running
 # the page is looked at where there is a browser to look with
 collect_ignore = []
 if CHROMIUM is None or importlib.util.find_spec("playwright") is None:
-    collect_ignore.append("test_inspector_page.py")
+    collect_ignore += ["test_inspector_page.py", "test_inspector_extremes.py"]
 if importlib.util.find_spec("schemathesis") is None:
     collect_ignore.append("test_api_description.py")
 
