@@ -62,8 +62,11 @@ class EngineOptions:
             text, to guess that it goes on as it did there.
         proposer: guesses instead of that look-up (a draft model, say): a
             :class:`~blocktable.sched.draft.DraftProposer`.
-        kv_events: endpoint where cache events are published, as tcp://*:5557.
-        kv_events_replay: endpoint where missed events can be asked for.
+        kv_events: endpoint where cache events are published. tcp://*:5557, tcp://127.0.0.1:* (a
+            free port) and ipc:// are bound; one that names host and port, as tcp://10.0.0.1:5557,
+            is connected to, and the subscriber there must bind it (as in vLLM; a warning is logged
+            if nobody does).
+        kv_events_replay: endpoint where missed events can be asked for; always bound.
     """
 
     dtype: str = "auto"

@@ -17,6 +17,7 @@ from uuid import uuid4
 import zmq
 
 from blocktable.core.errors import ConfigError, WireError
+from blocktable.parallel.connecting import ConnectionWatch
 from blocktable.parallel.events import EventBatch, decode_batch, encode_batch
 
 _END = b"\xff" * 8
@@ -36,7 +37,8 @@ def endpoint_of_rank(endpoint: str, data_parallel_rank: int) -> str:
 
 
 def binds(endpoint: str) -> bool:
-    """Whether a publisher binds this endpoint (else it connects)."""
+    """Whether a publisher binds this endpoint; else it connects, and a subscriber must bind. As in
+    vLLM: a wildcard host or port (``*``, ``::``), ``ipc://`` and ``inproc://`` are bound."""
     return "*" in endpoint or "::" in endpoint or endpoint.startswith(("ipc://", "inproc://"))
 
 
@@ -44,7 +46,9 @@ class EventPublisher:
     """Publishes batches from a thread of its own; keeps the last ``buffer_batches`` for replay.
 
     `publish` costs an append and a wake-up. ``endpoint`` and ``replay_endpoint`` name the sockets
-    that are in use (a wildcard port is replaced by the one taken).
+    that are in use (a wildcard port is replaced by the one taken). An endpoint that names a host
+    and a port is connected to (`binds`): a warning is logged if nobody listens there. The replay
+    endpoint is always bound.
     """
 
     def __init__(
@@ -65,7 +69,9 @@ class EventPublisher:
         self._publish = self._context.socket(zmq.PUB)
         self._publish.set_hwm(high_water_mark)
         endpoint = endpoint_of_rank(endpoint, data_parallel_rank)
-        self.endpoint = _open(self._publish, endpoint, bind=binds(endpoint))
+        bound = binds(endpoint)
+        self._watch = None if bound else ConnectionWatch(self._publish, endpoint)
+        self.endpoint = _open(self._publish, endpoint, bind=bound)
         self._replay: zmq.Socket | None = None
         self.replay_endpoint: str | None = None
         if replay_endpoint is not None:
@@ -104,12 +110,16 @@ class EventPublisher:
             poller.register(self._replay, zmq.POLLIN)
         running = True
         while running:
-            ready = dict(poller.poll())
+            ready = dict(poller.poll(None if self._watch is None else self._watch.wait_ms))
             if self._woken in ready:
                 running = self._woken.recv() != b"stop"
                 self._send_pending()
             if self._replay is not None and self._replay in ready:
                 self._answer(self._replay)
+            if self._watch is not None:
+                self._watch.look()
+        if self._watch is not None:
+            self._watch.close()
         for socket in (self._publish, self._replay, self._woken):
             if socket is not None:
                 socket.close(linger=200)

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import socket
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,8 +23,13 @@ from blocktable.core.specs import (
     SlidingWindowSpec,
 )
 from blocktable.manager import KVCacheManager
-from blocktable.parallel import events
-from blocktable.parallel.event_stream import EventPublisher, EventSubscriber, endpoint_of_rank
+from blocktable.parallel import connecting, events
+from blocktable.parallel.event_stream import (
+    EventPublisher,
+    EventSubscriber,
+    binds,
+    endpoint_of_rank,
+)
 from blocktable.prefix.keys import KeySource, MediaItem
 
 HERE = Path(__file__).parent
@@ -328,3 +334,89 @@ def test_what_the_manager_tells_is_what_it_holds():
     assert manager.reset_prefix_cache()
     counter.apply(recorder.take().events)
     assert len(counter) == 0
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "bound"),
+    [
+        ("tcp://*:5557", True), ("tcp://127.0.0.1:*", True), ("tcp://[::]:5557", True),
+        ("ipc:///tmp/events", True), ("inproc://events", True),
+        ("tcp://127.0.0.1:5557", False), ("tcp://host.example:5557", False),
+    ],
+)  # fmt: skip
+def test_a_wildcard_is_bound_and_a_host_is_connected_to(endpoint, bound):
+    assert binds(endpoint) == bound
+
+
+@pytest.fixture
+def warnings(caplog, monkeypatch):
+    """Warnings of a publisher that does not wait long for a subscriber, once it has looked."""
+    monkeypatch.setattr(connecting, "SECONDS_TO_FIND", 0.3)
+
+    def after(seconds=0.6):
+        time.sleep(seconds)
+        return [r.getMessage() for r in caplog.records if r.name == "blocktable"]
+
+    return after
+
+
+def test_one_warning_where_nobody_listens(warnings):
+    endpoint = f"tcp://127.0.0.1:{free_port()}"
+    publisher = EventPublisher(endpoint)
+    for i in range(5):
+        publisher.publish(events.EventBatch(float(i), []))
+        time.sleep(0.1)
+    (line,) = warnings()
+    assert endpoint in line and "nobody listens" in line and "tcp://*:PORT" in line
+    assert publisher.endpoint == endpoint
+    publisher.close()
+
+
+@pytest.mark.parametrize("pattern", ["tcp://127.0.0.1:*", "ipc://{}/events"])
+def test_no_warning_where_the_publisher_binds(pattern, tmp_path, warnings):
+    publisher = EventPublisher(pattern.format(tmp_path))
+    assert warnings() == []
+    publisher.close()
+
+
+def test_a_subscriber_that_binds_is_found_and_told(warnings):
+    subscriber = EventSubscriber("tcp://127.0.0.1:*", bind=True)
+    publisher = EventPublisher(subscriber.endpoint)
+    assert warnings() == []
+    assert reaches(publisher, subscriber)
+    publisher.close()
+    subscriber.close()
+
+
+def test_a_subscriber_that_comes_after_the_warning_is_told(warnings):
+    endpoint = f"tcp://127.0.0.1:{free_port()}"
+    publisher = EventPublisher(endpoint)
+    assert len(warnings()) == 1
+    subscriber = EventSubscriber(endpoint, bind=True)
+    assert reaches(publisher, subscriber)
+    assert len(warnings(0)) == 1
+    publisher.close()
+    subscriber.close()
+
+
+def test_a_publisher_that_waits_for_a_subscriber_can_be_closed():
+    start = time.monotonic()
+    EventPublisher(f"tcp://127.0.0.1:{free_port()}").close()
+    assert time.monotonic() - start < 2
+
+
+def reaches(publisher, subscriber):
+    """Whether something that is published comes: a SUB socket that is bound asks for it only once
+    it receives."""
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        publisher.publish(events.EventBatch(8.0, []))
+        if subscriber.receive(0.2) is not None:
+            return True
+    return False
+
+
+def free_port():
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return sock.getsockname()[1]
