@@ -19,7 +19,7 @@ from blocktable.serve import metrics as prometheus
 from blocktable.serve.bridge import EngineBridge
 from blocktable.serve.config import ServerConfig
 from blocktable.serve.errors import ApiError, install, respond
-from blocktable.serve.generation import Generation
+from blocktable.serve.generation import Generation, check_model
 from blocktable.serve.heap import HeapTrimmer, find_trim
 from blocktable.serve.prompts import PromptReader
 from blocktable.serve.protocol import (
@@ -28,6 +28,7 @@ from blocktable.serve.protocol import (
     DetokenizeRequest,
     TokenizeRequest,
     plain_messages,
+    plain_tools,
 )
 
 _REFUSALS: dict[int | str, dict[str, Any]] = {
@@ -126,13 +127,16 @@ def _add_tokens(app: FastAPI, engine: Engine, reader: PromptReader, name: str) -
     @app.post("/tokenize", responses=_REFUSALS)
     async def tokenize(body: TokenizeRequest) -> Response:
         """Token ids of a text, or of messages through the chat template."""
+        check_model(body.model, name)
         if (body.prompt is None) == (body.messages is None):
             raise ApiError(400, "give either prompt or messages", param="prompt")
         if body.prompt is not None:
             ids = await reader.run(reader.text_ids, body.prompt, body.add_special_tokens)
         else:
             messages = plain_messages(body.messages or [])
-            ids = await reader.run(reader.chat_ids, messages, None, {})
+            ids = await reader.run(
+                reader.chat_ids, messages, plain_tools(body.tools), body.template_options()
+            )
         answer: dict[str, Any] = {
             "tokens": ids, "count": len(ids), "max_model_len": engine.max_model_len,
         }  # fmt: skip
@@ -143,6 +147,7 @@ def _add_tokens(app: FastAPI, engine: Engine, reader: PromptReader, name: str) -
     @app.post("/detokenize", responses=_REFUSALS)
     async def detokenize(body: DetokenizeRequest) -> Response:
         """The text of token ids."""
+        check_model(body.model, name)
         vocab, most = engine.limits.vocab_size, engine.max_model_len
         if len(body.tokens) > most:
             raise ApiError(
@@ -161,6 +166,7 @@ def _add_tokens(app: FastAPI, engine: Engine, reader: PromptReader, name: str) -
 
 
 def _add_operations(app: FastAPI, bridge: EngineBridge, metrics: prometheus.Metrics) -> None:
+    @app.head("/health", include_in_schema=False)
     @app.get("/health", response_class=Response, responses={503: _REFUSALS[503]})
     async def health() -> Response:
         """200 while the engine can take requests."""

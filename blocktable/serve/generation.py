@@ -23,11 +23,21 @@ from blocktable.serve.protocol import (
     CompletionRequest,
     SamplingFields,
     plain_messages,
+    plain_tools,
 )
 from blocktable.serve.tools import ToolUse, format_of_template, use_of_tools
 
 CLIENT_GONE = 499
 _FIELDS = frozenset(CompletionRequest.model_fields) | frozenset(ChatCompletionRequest.model_fields)
+
+
+def check_model(name: str | None, served: str) -> None:
+    """404 for a model that is not served here."""
+    if name is not None and name != served:
+        raise ApiError(
+            404, f"model {name[:100]!r} does not exist, served is {served!r}",
+            param="model", code="model_not_found",
+        )  # fmt: skip
 
 
 class Generation:
@@ -40,7 +50,7 @@ class Generation:
 
     async def completions(self, body: CompletionRequest, request: Request) -> Response:
         """Answer a completions request."""
-        self.check_model(body.model)
+        check_model(body.model, self.model)
         self._check_completion(body)
         ids, texts = await self._reader.completions(
             body.prompt, body.add_special_tokens is not False
@@ -66,14 +76,10 @@ class Generation:
 
     async def chat(self, body: ChatCompletionRequest, request: Request) -> Response:
         """Answer a chat request."""
-        self.check_model(body.model)
+        check_model(body.model, self.model)
         use = self._tool_use(body)
-        options = dict(body.chat_template_kwargs or {})
-        if body.add_generation_prompt is not None:
-            options["add_generation_prompt"] = body.add_generation_prompt
-        tools = None
-        if body.tools and body.tool_choice != "none":
-            tools = [tool.model_dump(exclude_unset=True) for tool in body.tools]
+        options = body.template_options()
+        tools = plain_tools(body.tools) if body.tool_choice != "none" else None
         messages = plain_messages(body.messages)
         ids = [await self._reader.run(self._reader.chat_ids, messages, tools, options)]
         newer = body.max_completion_tokens is not None
@@ -113,14 +119,6 @@ class Generation:
             field = body.guides()[0].field
             raise ApiError(400, f"tool_choice cannot be combined with {field}", param="tool_choice")
         return use
-
-    def check_model(self, name: str | None) -> None:
-        """404 for a model that is not served here."""
-        if name is not None and name != self.model:
-            raise ApiError(
-                404, f"model {name[:100]!r} does not exist, served is {self.model!r}",
-                param="model", code="model_not_found",
-            )  # fmt: skip
 
     def _check_completion(self, body: CompletionRequest) -> None:
         if body.suffix:

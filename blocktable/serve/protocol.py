@@ -259,7 +259,25 @@ class NamedTool(_Strict):
     function: ToolName
 
 
-class ChatCompletionRequest(SamplingFields):
+class TemplateFields(_Strict):
+    """What the chat template is told beside the messages."""
+
+    tools: list[Tool] | None = Field(None, max_length=MAX_TOOLS)
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+
+    def template_options(self) -> dict[str, Any]:
+        """Arguments of the template. A message that is to be continued is not followed by the
+        beginning of an answer."""
+        options = dict(self.chat_template_kwargs or {})
+        if self.add_generation_prompt is not None:
+            options["add_generation_prompt"] = self.add_generation_prompt
+        elif options.get("continue_final_message") is True:
+            options.setdefault("add_generation_prompt", False)
+        return options
+
+
+class ChatCompletionRequest(SamplingFields, TemplateFields):
     """``POST /v1/chat/completions``."""
 
     messages: list[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES)
@@ -267,15 +285,13 @@ class ChatCompletionRequest(SamplingFields):
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0)
-    tools: list[Tool] | None = Field(None, max_length=MAX_TOOLS)
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    add_generation_prompt: bool | None = None
 
 
-class TokenizeRequest(_Strict):
-    """``POST /tokenize``: of a text, or of messages through the chat template."""
+class TokenizeRequest(TemplateFields):
+    """``POST /tokenize``: of a text, or of messages through the chat template, which is told the
+    same as for an answer."""
 
     model: str | None = None
     prompt: str | None = None
@@ -289,6 +305,11 @@ class DetokenizeRequest(_Strict):
 
     model: str | None = None
     tokens: list[int]
+
+
+def plain_tools(tools: list[Tool] | None) -> list[dict[str, Any]] | None:
+    """Tools as templates expect them; None where there are none."""
+    return [tool.model_dump(exclude_unset=True) for tool in tools] if tools else None
 
 
 def plain_messages(messages: list[ChatMessage]) -> list[dict[str, Any]]:

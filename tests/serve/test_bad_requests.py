@@ -260,3 +260,32 @@ def test_what_never_fits_is_no_429(http, server):
     assert "16384" in error["message"] and "264" in error["message"]
     assert "retry-after" not in answer.headers
     still_serves(http, server)
+
+
+@pytest.mark.parametrize(("path", "body"), [("/tokenize", {"prompt": "x"}),
+                                            ("/detokenize", {"tokens": [1]})])  # fmt: skip
+def test_tokens_of_another_model_are_404_too(http, path, body):
+    answer = http.post(path, json={**body, "model": "gpt-4"})
+    assert answer.status_code == 404 and answer.json()["error"]["param"] == "model"
+    assert http.post(path, json={**body, "model": "tiny"}).status_code == 200
+
+
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+
+
+@pytest.mark.parametrize("extra", [
+    {}, {"tools": [TOOL]}, {"add_generation_prompt": False},
+    {"chat_template_kwargs": {"add_generation_prompt": False}},
+    {"chat_template_kwargs": {"continue_final_message": True}},
+    {"tools": [TOOL], "chat_template_kwargs": {"continue_final_message": True}},
+], ids=str)  # fmt: skip
+def test_tokenize_counts_what_the_chat_is_charged(http, extra):
+    """The same fields reach the template on both paths."""
+    told = http.post("/tokenize", json={"messages": CHAT["messages"], **extra})
+    asked = http.post("/v1/chat/completions", json={**CHAT, **extra})
+    assert told.status_code == asked.status_code == 200, (told.text, asked.text)
+    assert told.json()["count"] == asked.json()["usage"]["prompt_tokens"]
+
+
+def test_a_load_balancer_may_ask_for_the_head_of_health(http):
+    assert http.head("/health").status_code == http.get("/health").status_code == 200
