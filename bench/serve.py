@@ -235,6 +235,7 @@ def overhead(load: Load, rounds: int) -> None:
     from blocktable import LLM, SamplingParams
     from blocktable.serve.app import build_app
     from blocktable.serve.config import ServerConfig
+    from blocktable.serve.run import listen
 
     llm = LLM("smollm2", dtype="float32")
     params = SamplingParams(max_tokens=load.max_tokens, temperature=0)
@@ -246,8 +247,7 @@ def overhead(load: Load, rounds: int) -> None:
         llm.generate(prompts, params)
         return time.perf_counter() - start
 
-    sock = socket.socket()
-    sock.bind(("127.0.0.1", 0))
+    sock = listen(ServerConfig(port=0))
     app = build_app(llm.engine, ServerConfig(port=0), "smollm2")
     server = uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="on"))
     loop = asyncio.new_event_loop()
