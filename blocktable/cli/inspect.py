@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import os
 import threading
@@ -18,10 +19,11 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from blocktable.cli.blockmap import PoolPicture, draw_map, legend
+from blocktable.cli.blockmap import PoolPicture, draw_map, legend, letter
 from blocktable.core.errors import ConfigError
 
 _FROM_CODE = np.array([1, 2, 3, 5, 4], np.uint8)  # free, cached, fenced, owned, shared
+_REMEMBERED = 4000
 _TIMEOUT = 15.0  # seconds; an idle server says something every five
 
 
@@ -29,7 +31,7 @@ class RemoteState:
     """The state of a server's pool, kept up to date by its stream of frames."""
 
     def __init__(self, url: str, api_key: str | None) -> None:
-        self._base = url.rstrip("/").removesuffix("/inspect") + "/inspect"
+        self._base = url.rstrip("/").removesuffix("/inspect").removesuffix("/v1") + "/inspect"
         self._key = api_key
         self.lock = threading.Lock()
         self.problem: str | None = None
@@ -37,10 +39,14 @@ class RemoteState:
 
     def load(self) -> None:
         """Read the whole state."""
-        with self._open("state?history=1") as answer:
-            state = json.load(answer)
-        with self.lock:
-            self._take(state)
+        answer = self._open("state?history=1")
+        try:
+            with answer:
+                state = json.load(answer)
+            with self.lock:
+                self._take(state)
+        except (OSError, ValueError, LookupError, TypeError, http.client.HTTPException) as error:
+            raise ConfigError(f"{self._base} is no inspector: {error!r:.200}") from None
 
     def _take(self, state: dict[str, Any]) -> None:
         self.model, self.block_size = state["model"], state["block_size"]
@@ -51,13 +57,17 @@ class RemoteState:
         self.problem = None
 
     def _open(self, path: str) -> Any:
-        request = urllib.request.Request(f"{self._base}/{path}")
-        if self._key:
-            request.add_header("Authorization", f"Bearer {self._key}")
         try:
+            request = urllib.request.Request(f"{self._base}/{path}")
+            if self._key:
+                request.add_header("Authorization", f"Bearer {self._key}")
             return urllib.request.urlopen(request, timeout=_TIMEOUT)
-        except (urllib.error.URLError, ValueError, OSError) as error:
-            raise ConfigError(f"cannot read {self._base}: {error}") from None
+        except urllib.error.HTTPError as error:
+            hint = ": give its key with --api-key" if error.code == 401 else ""
+            raise ConfigError(f"cannot read {self._base}: {error}{hint}") from None
+        except (ValueError, OSError, http.client.HTTPException) as error:
+            reason = getattr(error, "reason", error)
+            raise ConfigError(f"cannot read {self._base}: {reason}") from None
 
     def follow(self) -> None:
         """Apply frames for ever; meant for a thread. Where the line breaks, or frames are missing,
@@ -66,10 +76,10 @@ class RemoteState:
             try:
                 self._follow_line()
                 self.problem = "connection lost, trying again"
-            except (ConfigError, OSError, ValueError) as error:
+            except (ConfigError, OSError, ValueError, http.client.HTTPException) as error:
                 self.problem = str(error)
             time.sleep(1.0)
-            with contextlib.suppress(ConfigError, OSError, ValueError):
+            with contextlib.suppress(ConfigError):
                 self.load()
 
     def _follow_line(self) -> None:
@@ -87,7 +97,7 @@ class RemoteState:
         changes = np.array(frame["b"], np.int32).reshape(-1, 3)
         with self.lock:
             self.problem = None
-            if len(changes) and changes[:, 0].max() >= len(self.codes):
+            while len(changes) and changes[:, 0].max() >= len(self.codes):
                 self.codes = np.concatenate([self.codes, np.zeros_like(self.codes)])
             self.codes[changes[:, 0]] = changes[:, 2]
             self.last, self._since = frame, frame["n"]
@@ -99,6 +109,19 @@ class RemoteState:
             for number, reason in frame["e"]:
                 if number in self.requests:
                     self.requests[number]["reason"] = reason
+            self._forget()
+
+    def _forget(self) -> None:
+        """Drop the oldest requests that ended, as the server does."""
+        if len(self.requests) > 1.1 * _REMEMBERED:
+            ended = [n for n, r in self.requests.items() if r["reason"] is not None]
+            for number in ended[: len(self.requests) - _REMEMBERED]:
+                del self.requests[number]
+
+    def own_blocks(self) -> dict[int, int]:
+        """Blocks that each request holds alone."""
+        owners, counts = np.unique(self.codes[self.codes & 7 == 3] >> 11, return_counts=True)
+        return dict(zip(owners.tolist(), counts.tolist(), strict=True))
 
     def picture(self) -> PoolPicture:
         """The pool as the map draws it."""
@@ -128,7 +151,22 @@ def inspect(url: str, api_key: str | None = None, once: bool = False) -> None:
 def view(state: RemoteState, width: int, height: int) -> RenderableType:
     """One screen: numbers, map, requests."""
     picture = state.picture()
-    rows = max(4, height // 3)
+    head = _numbers(state)
+    pool_map = draw_map(picture, max(16, width - 6), max(4, height // 3))
+    signs = legend(picture)
+    taken = _lines(head, width) + _lines(pool_map, width - 4) + _lines(signs, width - 4) + 2
+    table = _requests(state, max(3, height - taken - 2))
+    pool = Panel(Group(pool_map, signs), title="block pool", title_align="left",
+                 subtitle="Ctrl-C leaves", subtitle_align="right")  # fmt: skip
+    return Group(head, pool, table)
+
+
+def _lines(text: Text, width: int) -> int:
+    """Lines that a text takes, about."""
+    return sum(max(1, -(-len(line) // max(width, 1))) for line in text.plain.split("\n"))
+
+
+def _numbers(state: RemoteState) -> Text:
     head = Text(f"{state.model}, {len(state.codes) - 1:,} blocks of {state.block_size} tokens")
     if state.last is not None:
         used, _, _, _, running, waiting = state.last["c"][:6]
@@ -139,16 +177,23 @@ def view(state: RemoteState, width: int, height: int) -> RenderableType:
         )
     if state.problem:
         head.append(f"   {state.problem}", style="red")
+    return head
+
+
+def _requests(state: RemoteState, most: int) -> Table:
+    """The requests, those that run first, each with its sign in the map."""
     table = Table(expand=True, box=None)
-    for name in ("request", "row", "prompt", "hit", "state"):
-        table.add_column(name, no_wrap=True)
+    for name in ("", "request", "row", "own blocks", "prompt", "hit", "state"):
+        table.add_column(name, no_wrap=True, width=1 if not name else None)
+    own = state.own_blocks()
     shown = sorted(state.requests.values(), key=lambda r: (r["reason"] is not None, -r["number"]))
-    for r in shown[: max(3, height - rows - 9)]:
+    for r in shown[:most]:
         share = f"{r['cached']} ({100 * r['cached'] // max(r['prompt'], 1)}%)"
         ended = r["reason"] is not None
+        sign, colour = letter(r["number"] - 1)
         table.add_row(
-            r["id"], "" if ended else str(r["row"]), str(r["prompt"]), share,
+            "" if ended else Text(sign, style=colour), r["id"], "" if ended else str(r["row"]),
+            "" if ended else str(own.get(r["number"], 0)), str(r["prompt"]), share,
             r["reason"] or "running", style="dim" if ended else "",
         )  # fmt: skip
-    pool = Group(draw_map(picture, max(16, width - 6), rows), legend(picture))
-    return Group(head, Panel(pool, title="block pool", title_align="left"), table)
+    return table

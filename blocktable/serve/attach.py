@@ -13,7 +13,7 @@ from blocktable.parallel.event_stream import EventSubscriber
 from blocktable.serve.attached import AttachedSource, Follower
 from blocktable.serve.config import ServerConfig
 from blocktable.serve.errors import install
-from blocktable.serve.inspector import add_pages
+from blocktable.serve.inspector import add_pages, stopping
 
 
 def build_attached(source: AttachedSource, follower: Follower, name: str) -> FastAPI:
@@ -34,7 +34,7 @@ def build_attached(source: AttachedSource, follower: Follower, name: str) -> Fas
 
     app = FastAPI(title="blocktable inspector", lifespan=lifespan)
     install(app)
-    add_pages(app, source, ask, decode, name)
+    add_pages(app, source, ask, decode, name, lambda: stopping(app))
     return app
 
 
@@ -56,4 +56,5 @@ def attach(events: str, replay: str | None, topic: str, config: ServerConfig) ->
     print(f"inspector of {events} at http://{host}:{port}/inspect", file=sys.stderr, flush=True)
     settings = uvicorn.Config(app, log_level="warning", access_log=False, lifespan="on",
                               timeout_graceful_shutdown=2)  # fmt: skip
-    uvicorn.Server(settings).run(sockets=[listener])
+    app.state.server = server = uvicorn.Server(settings)
+    server.run(sockets=[listener])

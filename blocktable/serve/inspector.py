@@ -73,11 +73,24 @@ def add_inspector(app: FastAPI, bridge: EngineBridge, config: ServerConfig, name
 
         return await bridge.ask(in_engine_thread)
 
-    add_pages(app, recorder, ask, decode, name)
+    def over() -> bool:  # the last answers may still be watched
+        return stopping(app) and not bridge.rows
+
+    add_pages(app, recorder, ask, decode, name, over)
 
 
-def add_pages(app: FastAPI, source: Source, ask: Ask[Any], decode: Decode, name: str) -> None:
-    """Routes under /inspect; they are no part of the API description."""
+def stopping(app: FastAPI) -> bool:
+    """Whether the server was told to stop. It would wait for open pages otherwise: whoever runs it
+    puts itself into ``app.state.server``."""
+    return bool(getattr(getattr(app.state, "server", None), "should_exit", False))
+
+
+def add_pages(
+    app: FastAPI, source: Source, ask: Ask[Any], decode: Decode, name: str,
+    over: Callable[[], bool],
+) -> None:  # fmt: skip
+    """Routes under /inspect; they are no part of the API description. Streams of frames end when
+    ``over`` says so."""
 
     @app.get("/inspect", include_in_schema=False)
     async def page() -> Response:
@@ -102,7 +115,7 @@ def add_pages(app: FastAPI, source: Source, ask: Ask[Any], decode: Decode, name:
     async def events(request: Request, since: int = 0) -> Response:
         """Frames as they come, by server-sent events."""
         return StreamingResponse(
-            _stream(source, since), media_type="text/event-stream",
+            _stream(source, since, over), media_type="text/event-stream",
             headers={"Cache-Control": "no-cache"},
         )  # fmt: skip
 
@@ -152,11 +165,14 @@ def _tree_facts(source: Source) -> tuple[tuple[Any, ...], Callable[[list[int]], 
     return source.tree_arrays(), texts
 
 
-async def _stream(source: Source, since: int) -> AsyncIterator[bytes]:
+async def _stream(
+    source: Source, since: int, over: Callable[[], bool] = lambda: False
+) -> AsyncIterator[bytes]:
     """Messages with all frames that are new, in order and without a gap while the ring has them; a
     comment now and then keeps the line open."""
-    idle = 0
-    while True:
+    idle, last = 0, False
+    while not last:
+        last = over()  # what is new by then is told before the end
         frames = source.ring.since(since, _LATE)
         for at in range(0, len(frames), _BATCH):
             some = frames[at : at + _BATCH]

@@ -48,7 +48,8 @@ def serve(
         app, http=http, log_level="warning", access_log=False, lifespan="on",
         timeout_graceful_shutdown=max(1, round(config.drain_seconds)),
     )  # fmt: skip
-    uvicorn.Server(settings).run(sockets=[listener])
+    app.state.server = server = uvicorn.Server(settings)
+    server.run(sockets=[listener])
 
 
 def serve_role(
@@ -77,9 +78,9 @@ def serve_role(
 
 
 def listen(config: ServerConfig) -> Any:
-    """A bound socket, so that a taken port is told before the model is loaded. It names its protocol:
-    asyncio sends small pieces at once (TCP_NODELAY) only where a socket does, and an answer of a
-    head and a body would come 40 ms late otherwise."""
+    """A bound socket, so that a taken port is told before the model is loaded. It names its
+    protocol: asyncio sends small pieces at once (TCP_NODELAY) only where a socket does, and an
+    answer of a head and a body would come 40 ms late otherwise."""
     import socket
 
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import io
 import json
 import threading
 import time
@@ -9,9 +10,12 @@ import time
 import httpx
 import numpy as np
 import pytest
-from serving import running
+from fastapi import FastAPI
+from rich.console import Console
+from serving import run_app, running
 
 from blocktable.cli import inspect as terminal
+from blocktable.cli import run
 from blocktable.serve import inspector
 from blocktable.serve.config import ServerConfig
 from blocktable.serve.frames import Frame
@@ -61,6 +65,11 @@ def test_a_late_reader_gets_every_frame_in_order(late):
 def test_what_the_ring_dropped_is_a_gap_in_the_numbers():
     numbers = told(Recorded(500, ring_bytes=10_000), 3, 500)
     assert numbers[0] > 4 and numbers == list(range(numbers[0], 501))
+
+
+def ask(server, prompt, tokens):
+    body = {"prompt": prompt, "max_tokens": tokens, "ignore_eos": True}
+    httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
 
 
 def complete(server, prompt):
@@ -116,6 +125,66 @@ def test_the_terminal_finds_a_server_that_restarts():
                     time.sleep(0.05)
                 agrees(state, second)
                 assert list(state.requests) == [1]
+
+
+@pytest.mark.parametrize(("width", "height"), [(80, 24), (200, 50), (60, 15)])
+def test_the_terminal_fits_its_window_and_names_the_letters(server, width, height):
+    """Each request that runs has the sign of its blocks; nothing is drawn past the window."""
+    threads = [
+        threading.Thread(target=ask, args=(server, f"request number {i}", 400)) for i in range(6)
+    ]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + 15
+    while True:
+        state = terminal.RemoteState(server.url, None)
+        running = [r for r in state.requests.values() if r["reason"] is None]
+        if len(running) == 6 or time.monotonic() > deadline:
+            break
+    console = Console(width=width, height=height, file=io.StringIO())
+    console.print(terminal.view(state, width, height))
+    lines = console.file.getvalue().rstrip("\n").split("\n")
+    for thread in threads:
+        thread.join()
+    assert len(lines) <= height and max(map(len, lines)) <= width
+    own = state.own_blocks()
+    table = [line for line in lines if line.rstrip().endswith("running") and "req-" in line]
+    assert len(table) >= min(6, height - 12)
+    picture = "".join(lines)
+    for line in table:
+        sign, request = line.split()[:2]
+        (number,) = [r["number"] for r in running if r["id"] == request]
+        assert sign == terminal.letter(number - 1)[0]
+        assert str(own[number]) == line.split()[3] and sign in picture
+
+
+@pytest.mark.parametrize("form", ["{}/v1", "{}/inspect/", "{}/"])
+def test_any_address_of_the_server_will_do(server, form, capsys):
+    assert run(["inspect", form.format(server.url), "--once"]) == 0
+    assert "399 blocks" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("url", ["not a url", "http://127.0.0.1:9", "ftp://x", "http://[", ""])
+def test_a_wrong_address_is_one_line(url, capsys):
+    assert run(["inspect", url, "--once"]) == 2
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1 and "cannot read" in told
+
+
+def test_another_program_is_told_as_such(capsys):
+    app = FastAPI()
+    app.add_api_route("/inspect/state", lambda: {"some": "thing"})
+    with run_app(app) as url:
+        assert run(["inspect", url, "--once"]) == 2
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1 and "is no inspector" in told
+
+
+def test_a_missing_key_is_told(capsys):
+    with running(ServerConfig(port=0, api_key="right")) as server:
+        assert run(["inspect", server.url, "--once"]) == 2
+        assert "--api-key" in capsys.readouterr().err
+        assert run(["inspect", server.url, "--once", "--api-key", "right"]) == 0
 
 
 def test_an_idle_server_is_not_taken_for_a_lost_one(monkeypatch):

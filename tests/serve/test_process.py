@@ -82,6 +82,28 @@ def test_sigterm_finishes_what_is_under_way_and_takes_nothing_new(process):
     assert made.wait(timeout=20) in (0, -signal.SIGTERM)
 
 
+@pytest.mark.parametrize("busy", [False, True])
+def test_an_open_inspector_does_not_hold_the_server(process, busy):
+    """It is told the last frames, and then let go: the server would wait for it till the end."""
+    made, port = process
+    if busy:
+        body = {"model": "tiny", "prompt": "go", "max_tokens": 300, "ignore_eos": True}
+        answer = threading.Thread(target=lambda: post(port, body).read())
+        answer.start()
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/inspect/events", timeout=60) as pages:
+        while busy and not pages.readline().startswith(b"data: "):
+            pass
+        made.send_signal(signal.SIGTERM)
+        start = time.monotonic()
+        told = pages.read().decode()
+        assert made.wait(timeout=20) in (0, -signal.SIGTERM)
+        assert time.monotonic() - start < 10  # of the 20 seconds that it may wait for answers
+    if busy:
+        answer.join()
+        frames = [json.loads(line[6:]) for line in told.split("\n") if line.startswith("data: ")]
+        assert frames[-1][-1]["e"] and frames[-1][-1]["c"][0] == 0  # the last request has ended
+
+
 def test_a_taken_port_is_one_line_and_exit_code_2():
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
