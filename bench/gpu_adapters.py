@@ -254,14 +254,15 @@ def auto(kind_name: str) -> None:
 
 
 def small_model(kind: str, dtype: torch.dtype, **fields: Any) -> Any:
-    """A random model of 64 ids."""
+    """A random model of 64 ids; the same weights, rounded to bfloat16, in every dtype."""
     config = hf.AutoConfig.for_model(
         kind, vocab_size=64, hidden_size=512, intermediate_size=512, num_hidden_layers=4,
         num_attention_heads=8, num_key_value_heads=2, head_dim=128, max_position_embeddings=2048,
         initializer_range=0.04, tie_word_embeddings=False, **fields,
     )  # fmt: skip
     torch.manual_seed(0)
-    return hf.AutoModelForCausalLM.from_config(config, dtype=dtype).eval().to(CUDA)
+    model = hf.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    return model.to(torch.bfloat16).to(dtype).eval().to(CUDA)
 
 
 MODELS: dict[str, dict[str, Any]] = {

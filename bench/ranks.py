@@ -124,7 +124,7 @@ def _step_seconds(llm: Any, batch: int, prompt: int, steps: int) -> float:
 
 def _captured(llm: Any) -> int:
     captured = getattr(llm.engine.runner, "captured", None)
-    return 0 if captured is None else sum(len(sizes) for sizes in captured().values())
+    return 0 if captured is None else sum(map(len, captured()))
 
 
 def in_process(work: dict[str, Any], seconds: float) -> dict[str, Any]:

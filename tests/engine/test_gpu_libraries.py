@@ -233,16 +233,35 @@ def test_a_graph_is_served_by_one_of_both_for_good(table: HostTable) -> None:
     together = planner.decode_plan(rows_of(0, 1, 2), np.array([50, 51, 52], np.int32), 4)
     assert (alone.shares, together.shares) == (False, True)
     for plan in (alone, together):
-        for shares in (False, True):
-            held = planner.buffers(4, shares)
-            assert held is planner.buffers(4, shares)
-            assert held.fits(plan)
+        for level in range(len(planner.tile_rooms)):
+            held = planner.buffers(4, level)
+            assert held is planner.buffers(4, level)
+            assert held.fits(plan) or level < planner.level(plan)
             held.load(plan)
-            assert hasattr(held.plan, "attend") == (not shares)
+            assert hasattr(held.plan, "attend") == (not level)
     for never in (planner_over(table, "decode", forced=True),
                   planner_over(table, "decode", window=6)):  # fmt: skip
-        assert never.buffers(4, True) is never.buffers(4, False)
-        assert never.max_tiles == 0 < planner.max_tiles
+        assert never.buffers(4, 2) is never.buffers(4, 0)
+        assert never.tile_rooms == (0,) and len(planner.tile_rooms) > 1
+
+
+def test_room_for_tiles_comes_in_levels(table: HostTable) -> None:
+    """A graph launches all the tiles it has room for: most plans must not pay for the largest. A
+    level takes every plan that is said to be its own, also where a library serves other steps."""
+    for planner in (planner_over(table, "prefill"), planner_over(table, "prefill").ours):
+        assert planner.tile_rooms == tuple(sorted(set(planner.tile_rooms)))
+        plans = [planner.decode_plan(rows_of(*rows), np.array(lens, np.int32), 4)
+                 for rows, lens in (((4, 5), [50, 9]), ((0, 1, 2), [50, 51, 52]))]  # fmt: skip
+        assert [planner.level(plan) for plan in plans] == [0, 1]
+        for plan in plans:
+            for level in range(planner.level(plan), len(planner.tile_rooms)):
+                assert planner.buffers(4, level).fits(plan)
+        assert not planner.buffers(4, 0).fits(plans[1])
+    ours = planner_over(table, "prefill").ours
+    plan = ours.decode_plan(rows_of(0, 1, 2), np.array([50, 51, 52], np.int32), 4)
+    many = plan._replace(tile=np.repeat(plan.tile, ours.tile_rooms[1] + 1, axis=0))
+    assert ours.level(many) == len(ours.tile_rooms) - 1 > 1
+    assert ours.level(many._replace(tile=np.repeat(plan.tile, 10**4, axis=0))) == 2
 
 
 def test_ours_is_planned_only_where_it_may_be_needed(

@@ -3,9 +3,10 @@
 A group served by our own kernels alone keeps its ``GroupPlanner``. Where a library serves some kind
 of step, a ``ChosenPlanner`` stands in its place, with the same methods. It still looks for shared
 prefixes, which the libraries do not find: such a step goes to our kernels, unless the library was
-asked for by name. All of this is settled by (batch size, shares or not), as captured graphs need::
+asked for by name. All of this is settled by (batch size, level), as captured graphs need; level 0
+is for steps in which nothing is shared (see ``GroupPlanner``)::
 
-    decode_plan -> StepPlan(batch, ours or None) -> buffers(size, shares).load(plan)
+    decode_plan -> StepPlan(batch, ours or None) -> buffers(size, level).load(plan)
     host_plan   -> StepPlan                      -> upload(plan): ours or the library's
 """
 
@@ -52,8 +53,8 @@ class ChosenPlanner:
         self.ours, self.shape = ours, ours.shape
         self._chosen = chosen  # decode, prefill, mixed -> library; the others are ours
         self._looks = ours.shape.config.may_share and not forced
-        self.max_tiles = ours.max_tiles if self._looks else 0
-        self._buffers: dict[tuple[int, bool], _Buffers] = {}
+        self.tile_rooms = ours.tile_rooms if self._looks else (0,)
+        self._buffers: dict[tuple[int, int | None], _Buffers] = {}
 
     def decode_plan(self, rows: NDArray[np.int32], lens: NDArray[np.int32], size: int) -> StepPlan:
         """See ``GroupPlanner.decode_plan``."""
@@ -81,16 +82,19 @@ class ChosenPlanner:
             raise ConfigError("a step that no library serves was planned for one")
         return library.plan(plan.batch)
 
-    def buffers(self, num_rows: int, shares: bool) -> _Buffers:
-        """The fixed buffers of a graph of ``num_rows`` requests. ``shares``: in which some group
-        shares pages; where this one may, it is ours then."""
-        library = None if shares and self._looks else self._chosen.get("decode")
-        key = (num_rows, library is not None)
+    def level(self, plan: StepPlan) -> int:
+        """See ``GroupPlanner.level``."""
+        return 0 if plan.ours is None or not self._looks else self.ours.level(plan.ours)
+
+    def buffers(self, num_rows: int, level: int) -> _Buffers:
+        """The fixed buffers of a graph of ``num_rows`` requests. Above level 0 some group shares
+        pages; where this one may, it is ours then."""
+        level = min(level, len(self.tile_rooms) - 1)
+        library = None if level else self._chosen.get("decode")
+        key = (num_rows, level if library is None else None)
         if key not in self._buffers:
             held: Any = (
-                self.ours.buffers(num_rows, shares)
-                if library is None
-                else library.buffers(num_rows)
+                self.ours.buffers(num_rows, level) if library is None else library.buffers(num_rows)
             )
             self._buffers[key] = _Buffers(held, library is None)
         return self._buffers[key]
@@ -117,7 +121,7 @@ class Planner(Protocol):
     """A GroupPlanner or a ChosenPlanner; the plans of one mean nothing to another."""
 
     shape: GroupShape
-    max_tiles: int
+    tile_rooms: tuple[int, ...]  # of each level
 
     def decode_plan(self, rows: NDArray[np.int32], lens: NDArray[np.int32], size: int) -> Any:
         """The plan of a step in which each of ``rows`` decodes one token."""
@@ -134,7 +138,11 @@ class Planner(Protocol):
         """A plan for a step outside the graphs."""
         ...
 
-    def buffers(self, num_rows: int, shares: bool) -> Any:
+    def level(self, plan: Any) -> int:
+        """The least level of graphs that a decode plan fits."""
+        ...
+
+    def buffers(self, num_rows: int, level: int) -> Any:
         """The fixed buffers of a graph."""
         ...
 

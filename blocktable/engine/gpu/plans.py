@@ -85,7 +85,13 @@ _STANDING_STEPS = 64
 
 
 class GroupPlanner:
-    """Plans of one group, for steps in a graph and for others."""
+    """Plans of one group, for steps in a graph and for others.
+
+    A graph launches as many tile programs as its buffers have room for, and those without work take
+    5 us each all the same (256 requests behind one prefix: 120 us a layer with room for any plan,
+    of which 45 us are work). So graphs come in *levels* of room: none, for plans that share
+    nothing; two rounds of the multiprocessors, which nearly all plans keep to; and for any plan.
+    """
 
     def __init__(
         self, shape: GroupShape, table: HostTable, device: torch.device, rows: int
@@ -93,8 +99,10 @@ class GroupPlanner:
         self.shape, self._table, self._device = shape, table, device
         config = shape.config
         self.max_tiles = 2 * config.num_tile_workers if config.may_share else 0
+        two_rounds = min(2 * config.slots(config.num_tile_workers), self.max_tiles)
+        self.tile_rooms = tuple(sorted({0, two_rounds, self.max_tiles}))
         self._workspace = self._make_workspace(rows)
-        self._buffers: dict[tuple[int, bool], PlanBuffers] = {}
+        self._buffers: dict[tuple[int, int], PlanBuffers] = {}
         self._standing: _Standing | None = None
 
     def _make_workspace(self, rows: int) -> Workspace:
@@ -196,12 +204,18 @@ class GroupPlanner:
         """A plan for a step outside the graphs."""
         return upload_plan(plan, self.shape.config, self.shape.value_size, self._device)
 
-    def buffers(self, num_rows: int, shares: bool) -> PlanBuffers:
-        """The fixed buffers of a graph of ``num_rows`` requests, with or without shared tiles."""
-        key = (num_rows, shares)
+    def level(self, plan: AttentionPlan) -> int:
+        """The least level whose graphs have room for a plan's tiles; the last where none has."""
+        fits = (i for i, room in enumerate(self.tile_rooms) if len(plan.tile) <= room)
+        return next(fits, len(self.tile_rooms) - 1)
+
+    def buffers(self, num_rows: int, level: int) -> PlanBuffers:
+        """The fixed buffers of a graph of ``num_rows`` requests with a level of room for tiles; a
+        level beyond the last is the last."""
+        key = (num_rows, min(level, len(self.tile_rooms) - 1))
         if key not in self._buffers:
             self._buffers[key] = PlanBuffers(
                 self.shape.config, self.shape.value_size, num_rows, self._device,
-                max_tiles=self.max_tiles if shares else 0, workspace=self._workspace,
+                max_tiles=self.tile_rooms[key[1]], workspace=self._workspace,
             )  # fmt: skip
         return self._buffers[key]

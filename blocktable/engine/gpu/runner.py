@@ -106,7 +106,8 @@ class GraphRunner(ModelRunner):
         )  # fmt: skip
         # a compiler makes a second build for a single token: one request is padded to two
         sizes = [size for size in capture_sizes(max_num_seqs, step=16) if size > 1] or [2]
-        self._graphs = {shares: GraphPool(sizes, self.device) for shares in (False, True)}
+        levels = max((len(p.tile_rooms) for p in self._planners if p is not None), default=1)
+        self._graphs = [GraphPool(sizes, self.device) for _ in range(levels)]
         self._use_graphs = (
             use_graphs
             and self.device.type == "cuda"
@@ -125,7 +126,7 @@ class GraphRunner(ModelRunner):
     @property
     def capture_sizes(self) -> tuple[int, ...]:
         """Batch sizes that have a graph, or will when they are first needed."""
-        return self._graphs[False].sizes
+        return self._graphs[0].sizes
 
     def remember(self, rows: NDArray[np.int32], token_ids: torch.Tensor) -> None:
         """Keep the sampled tokens on the device, for a step scheduled before they are known."""
@@ -175,8 +176,9 @@ class GraphRunner(ModelRunner):
             planner.decode_plan(output.rows, _keys(group, inputs.seq_lens), size)
             for planner, group in zip(planners, self._paged, strict=True)
         ]
-        shares = any(plan.shares for plan in plans)
-        buffers = [p.buffers(size, shares) for p in planners]
+        levels = (p.level(plan) for p, plan in zip(planners, plans, strict=True))
+        level = max(levels, default=0)
+        buffers = [p.buffers(size, level) for p in planners]
         if not all(b.fits(plan) for b, plan in zip(buffers, plans, strict=True)):
             return None
         staged = self._stage(output, inputs, requests=size, tokens=size)
@@ -185,7 +187,7 @@ class GraphRunner(ModelRunner):
         step_plans = [held.plan for held in buffers]
 
         run = partial(self._captured_pass, staged, step_plans)
-        return self._graphs[shares].run(size, run)[: len(output.rows)]
+        return self._graphs[level].run(size, run)[: len(output.rows)]
 
     def _captured_pass(self, staged: StepInputs, plans: list[Any], size: int) -> torch.Tensor:
         return self._model_pass(staged, plans, size, 0)
@@ -262,14 +264,14 @@ class GraphRunner(ModelRunner):
 
     @torch.inference_mode()
     def warm_up(self) -> int:
-        """Capture every batch size now, by steps of padding alone, which touch no block. Returns
-        the number of graphs; call it before the first request (about 50 ms a graph)."""
+        """Capture every batch size now, by steps of padding alone, which touch no block; the last
+        level's graphs, which few batches ever need, are left until then. Returns the number of
+        graphs; call it before the first request (about 50 ms a graph)."""
         if not self._use_graphs:
             return 0
         nothing = np.zeros(0, np.int32)
         planners = [planner for planner in self._planners if planner is not None]
-        variants = (False, True) if any(p.max_tiles for p in planners) else (False,)
-        for shares in variants:
+        for level in range(min(2, len(self._graphs))):
             for size in reversed(self.capture_sizes):
                 staged = self._inputs.stage(
                     nothing, nothing, nothing, nothing,
@@ -277,20 +279,20 @@ class GraphRunner(ModelRunner):
                 )  # fmt: skip
                 step_plans = []
                 for planner in planners:
-                    held = planner.buffers(size, shares)
+                    held = planner.buffers(size, level)
                     held.load(planner.decode_plan(nothing, nothing, size))
                     step_plans.append(held.plan)
-                self._graphs[shares].run(size, partial(self._captured_pass, staged, step_plans))
-        return sum(len(pool.captured) for pool in self._graphs.values())
+                self._graphs[level].run(size, partial(self._captured_pass, staged, step_plans))
+        return sum(len(pool.captured) for pool in self._graphs)
 
     @property
     def graph_pools(self) -> list[GraphPool]:
         """Where the graphs are kept."""
-        return list(self._graphs.values())
+        return self._graphs
 
-    def captured(self) -> dict[bool, list[int]]:
-        """Batch sizes captured so far, without and with shared prefixes."""
-        return {shares: sorted(pool.captured) for shares, pool in self._graphs.items()}
+    def captured(self) -> list[list[int]]:
+        """Batch sizes captured so far, by level of room for shared prefixes (``GroupPlanner``)."""
+        return [sorted(pool.captured) for pool in self._graphs]
 
 
 def _shape_on_rank(shape: GroupShape | None, group: PagedGroup) -> GroupShape | None:
