@@ -164,14 +164,23 @@ def prefix(llm: LLM, vocab: int, scale: float) -> dict[str, Any]:
     rng = np.random.default_rng(3)
     shared, own, out = int(4096 * scale), int(128 * scale) or 1, int(128 * scale) or 1
     params = SamplingParams(max_tokens=out, temperature=0.0, ignore_eos=True)
-    seconds = []
+    seconds, scheduled = [], []
+    llm.engine.on_schedule = lambda output: scheduled.append(
+        (time.perf_counter(), output.num_total > len(output.rows))
+    )
     for _ in range(3):
+        scheduled.clear()
         llm.engine.manager.reset_prefix_cache()
         head = rng.integers(0, vocab, shared).tolist()
         prompts = [head + rng.integers(0, vocab, own).tolist() for _ in range(256)]
         seconds.append(run_all(llm, prompts, [params] * 256))
+    llm.engine.on_schedule = None
+    times = [at for at, _ in scheduled]
+    prefills = sum(prefill for _, prefill in scheduled)
+    steps = np.diff(times)[prefills + 2 : -4]  # two steps are in flight
     best = statistics.median(seconds[1:])
-    return {"seconds": seconds, "tok_s": 256 * out / best}
+    return {"seconds": seconds, "tok_s": 256 * out / best, "prefill_steps": prefills,
+            "decode_step_ms": 1e3 * float(steps.mean()) if len(steps) else None}  # fmt: skip
 
 
 def main() -> None:
@@ -239,6 +248,7 @@ def main() -> None:
         rng = np.random.default_rng(9)
         head = rng.integers(0, vocab, int(4096 * args.scale)).tolist()
         own = [rng.integers(0, vocab, max(1, int(1024 * args.scale))).tolist() for _ in range(256)]
+        show_kernels(llm, own[:1], "one request")
         show_kernels(llm, own, "alone")
         show_kernels(llm, [head + one[: len(one) // 8 + 1] for one in own], "behind a prefix")
 
