@@ -61,7 +61,8 @@ def test_a_failing_rank_ends_the_engine_with_its_name(tmp_path: Path, sign: sign
                 llm.engine.step()
         assert time.monotonic() - began < 15.0
     finally:
-        os.kill(child.pid or 0, signal.SIGCONT)
+        if child.is_alive():
+            os.kill(child.pid or 0, signal.SIGCONT)
         llm.engine.runner.close_ranks()
 
 
