@@ -262,7 +262,9 @@ def soak(
 
 @app.command()
 def plan(
-    model: Annotated[str, typer.Argument(help="A config.json, a directory with one, or an id.")],
+    model: Annotated[
+        str, typer.Argument(help="A config.json, its directory, an id, a .gguf, smollm2.")
+    ],
     gpu: Annotated[str, typer.Option(help="Device to plan for.")] = "h200",
     context: Annotated[int | None, typer.Option(help="Tokens of a request.")] = None,
     requests: Annotated[int, typer.Option(help="Requests at once.")] = 256,

@@ -1,4 +1,5 @@
-"""Find a model's configuration: a mapping, a ``config.json``, a folder, or a name on the hub."""
+"""Find a model's configuration: a mapping, a ``config.json``, a folder, the head of a ``.gguf``
+file, or a name: of a bundled model, or on the hub."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from blocktable.core.errors import LoadError
+from blocktable.engine.loader import BUNDLED, check_path
 
 
 class ReadConfig(NamedTuple):
@@ -35,6 +37,8 @@ def read_config(model: str | Path | Mapping[str, Any], *, count: bool = True) ->
 
 def _read_json(model: str | Path) -> Mapping[str, Any]:
     path = Path(model)
+    if path.suffix.lower() == ".gguf" or str(model) in BUNDLED:
+        return _read_gguf(model)
     if path.is_dir():
         path = path / "config.json"
     if path.exists():
@@ -53,6 +57,14 @@ def _read_json(model: str | Path) -> Mapping[str, Any]:
         return PretrainedConfig.get_config_dict(str(model))[0]
     except Exception as error:  # the hub's client raises many kinds
         raise LoadError(f"cannot find a configuration of {str(model)!r}: {error}") from error
+
+
+def _read_gguf(model: str | Path) -> Mapping[str, Any]:
+    """The configuration that the engine would build from the file's head."""
+    from blocktable.engine.loader.gguf_file import GGUFFile
+    from blocktable.engine.loader.gguf_model import gguf_config
+
+    return gguf_config(GGUFFile(check_path(model))).to_dict()
 
 
 def _known_to_transformers(raw: Mapping[str, Any]) -> Any | None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 from blocktable.core.errors import ConfigError
 from blocktable.plan.planner import Plan
 
+_FIRST_COLUMN = 14  # characters: kinds of groups are told whole
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
@@ -18,6 +20,12 @@ def size(num_bytes: float) -> str:
     while value >= 1024 and unit < len(_UNITS) - 1:
         value, unit = value / 1024, unit + 1
     return f"{value:.0f} {_UNITS[unit]}" if unit == 0 else f"{value:.3g} {_UNITS[unit]}"
+
+
+def percent(share: float) -> str:
+    """A small share in percent, two figures, never as a power of ten."""
+    digits = 1 - math.floor(math.log10(100 * share)) if share > 0 else 1
+    return f"{100 * share:.{min(12, max(1, digits))}f}%"
 
 
 def as_json(plan: Plan) -> str:
@@ -44,7 +52,9 @@ def _table(title: str, *columns: str) -> Any:
 
     table = Table(title=title, title_justify="left", title_style="bold")
     for index, column in enumerate(columns):
-        table.add_column(column, justify="right" if index else "left")
+        table.add_column(
+            column, justify="right" if index else "left", min_width=0 if index else _FIRST_COLUMN
+        )
     return table
 
 
@@ -69,8 +79,8 @@ def _summary(plan: Plan) -> Any:
         (f"longest context for {plan.requests:,}", f"{plan.longest_context:,} tokens"),
         ("block table, a row", f"{t.row_bytes:,} B"),
         ("block tables, host / device", f"{size(t.host_bytes)} / {size(t.device_bytes)}"),
-        ("entry as share of its block", f"{t.share_of_cache:.3g}"),
-        ("tables as share of the KV cache", f"{t.whole_share:.3g}"),
+        ("entry as share of its block", percent(t.share_of_cache)),
+        ("tables as share of the KV cache", percent(t.whole_share)),
         ("upload a decode step, mean / worst", f"{size(t.upload_mean_bytes)} / "
                                                f"{size(t.upload_worst_bytes)}"),
         ("  if whole rows were uploaded", size(t.upload_whole_bytes)),
@@ -90,7 +100,7 @@ def _groups(plan: Plan) -> Any:
         "bytes a token",
         "page",
         "blocks a request",
-        "row width",
+        "row",
     )
     for g in plan.groups:
         table.add_row(
@@ -134,7 +144,10 @@ def plot(plan: Plan, path: str | Path) -> Path:
     _plot_memory(plan, left)
     _plot_fits(plan, right)
     figure.suptitle(f"{plan.model} on {plan.tensor_parallel_size} x {plan.device}")
-    figure.savefig(Path(path), dpi=120)
+    try:
+        figure.savefig(Path(path), dpi=120)
+    except (OSError, ValueError) as error:  # no such folder, or no such kind of picture
+        raise ConfigError(f"cannot draw into {path}: {error}") from None
     return Path(path)
 
 
@@ -164,6 +177,7 @@ def _plot_fits(plan: Plan, axes: Any) -> None:
     axes.axhline(plan.requests, linestyle="--", color="grey", label=f"{plan.requests} wanted")
     axes.set_xscale("log", base=2)
     axes.set_yscale("symlog")
+    axes.set_ylim(bottom=0)
     axes.set_xlabel("tokens a request")
     axes.set_ylabel("requests at once")
     axes.legend(fontsize=8)

@@ -6,8 +6,10 @@ import json
 import pytest
 from rich.console import Console
 
+from blocktable.cli import run
 from blocktable.core.errors import ConfigError, LoadError
 from blocktable.plan import as_json, plan, plot, render
+from blocktable.plan.render import percent
 
 LLAMA_8B = {
     "model_type": "llama", "vocab_size": 128_256, "hidden_size": 4096,
@@ -137,3 +139,54 @@ def test_a_family_nobody_knows_needs_its_weights_stated():
     with pytest.raises(ConfigError, match="give weight_bytes"):
         plan(config)
     assert plan(config, weight_bytes=GIB).bytes_per_token == 131_072
+
+
+def drawn(made, width):
+    console = Console(file=io.StringIO(), width=width)
+    render(made, console)
+    return console.file.getvalue()
+
+
+def test_shares_are_percent_as_the_guide_says_them():
+    """0.00019% for an 8B model at block 16; never a power of ten."""
+    text = drawn(small(), 80)
+    assert "0.00019%" in text and "e-0" not in text
+
+
+@pytest.mark.parametrize(
+    ("share", "text"),
+    [(0.0, "0.0%"), (1.0, "100.0%"), (0.5, "50.0%"), (0.0123, "1.2%"), (3.81e-6, "0.00038%"),
+     (1e-20, "0.000000000000%")],
+)  # fmt: skip
+def test_percent(share, text):
+    assert percent(share) == text
+
+
+def test_kinds_of_groups_are_told_whole_in_80_columns():
+    gemma = {"model_type": "gemma2", "num_hidden_layers": 26, "hidden_size": 2304, "head_dim": 256,
+             "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 256_000}  # fmt: skip
+    made = plan(gemma, gpu="h100", requests=2, weight_bytes=GIB, activation_bytes=GIB)
+    text = drawn(made, 80)
+    assert all(group.kind in text for group in made.groups)
+    assert max(map(len, text.splitlines())) <= 80
+    assert all(len(line) == len(lines[0]) for lines in [text.split("KV cache groups")[1].split(
+        "Requests that fit")[0].strip().splitlines()] for line in lines)  # fmt: skip
+
+
+def test_the_bundled_model_is_planned_from_the_head_of_its_file():
+    """The same name as for every other command; the same layers as the engine's."""
+    from blocktable import LLM
+
+    made = plan("smollm2", gpu="l4", requests=8)
+    engine = LLM("smollm2", num_blocks=64, dtype="bfloat16", accelerate=False).engine
+    assert made.block_bytes == engine.block_bytes
+    assert made.weight_bytes == 2 * sum(p.numel() for p in engine.runner.model.parameters())
+    assert made.context == 8192
+
+
+def test_a_picture_that_cannot_be_written_is_one_line(tmp_path, capsys):
+    for path in (tmp_path / "nowhere" / "plan.png", tmp_path / "plan.nope"):
+        with pytest.raises(ConfigError, match=path.name):
+            plot(small(), path)
+    assert run(["plan", "smollm2", "--gpu", "l4", "--plot", str(tmp_path / "no" / "x.png")]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
