@@ -13,21 +13,22 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from blocktable.core.errors import RequestError
+from blocktable.engine.completions import add_logprobs, finish, gained, grow, taken_late
 from blocktable.engine.detokenize import Detokenizer
 from blocktable.engine.drafts import draws, may_draft, verify
 from blocktable.engine.outputs import FinishReason, RequestOutput, TokenLogprobs
 from blocktable.engine.params import SamplingParams, check_prompt_ids
 from blocktable.engine.prompt_scores import PromptLines, PromptScores, prompt_lines, score
 from blocktable.engine.sampling import Sampler, SamplerOutput
-from blocktable.engine.tracking import Completion, Tracked, logprobs_by_line
+from blocktable.engine.tracking import Tracked, logprobs_by_line
 from blocktable.sched.output import SchedulerOutput, StepResult
-from blocktable.sched.request import Request, RequestStatus
+from blocktable.sched.request import Request
 from blocktable.sched.scheduler import Scheduler
 
 if TYPE_CHECKING:
@@ -178,7 +179,7 @@ class Engine:
         self.scheduler.finish(names, reason)
         for completion in tracked.completions:
             if not completion.output.finished:
-                self._finish(completion, reason, None)
+                finish(completion, reason)
                 completion.output.stop_reason = why
         self._aborted.append(tracked)
 
@@ -317,7 +318,7 @@ class Engine:
             verdict = verify(launched.output, tokens, self.manager.tokens)
             first = verdict.first_line
             result = self.scheduler.update(launched.output, verdict.token_ids, verdict.counts)
-        late = () if launched.requests is None else _late(launched.requests, result)
+        late = () if launched.requests is None else taken_late(launched.requests, result)
         return self._hand_out(result, logprobs, late, first)
 
     def _hand_out(
@@ -331,7 +332,7 @@ class Engine:
         ``first_line`` says where each sampled row's lines begin."""
         touched: dict[str, Tracked] = {}
         stopped: list[str] = []
-        gains = _gains(result, first_line)
+        gains = gained(result, first_line)
         for line, request in late:
             grown = request.params.start(request.index, self.detokenizer, request)
             known = len(grown.output.token_ids)
@@ -340,61 +341,22 @@ class Engine:
             tracked: Tracked = request.params
             completion = tracked.start(request.index, self.detokenizer, request)
             known = len(completion.output.token_ids)
-            if self._grow(tracked, completion, request, new):
+            if grow(completion, request, new, self.limits.eos_token_ids):
                 stopped.append(request.request_id)
             if logprobs is not None and line in logprobs:
                 for k in range(len(completion.output.token_ids) - known):
-                    _add_logprobs(completion, logprobs[line + k])
+                    add_logprobs(completion, logprobs[line + k])
             if tracked.streaming or completion.output.finish_reason is not None:
                 touched[tracked.request_id] = tracked
         for request in result.finished:
             tracked = request.params
             completion = tracked.start(request.index, self.detokenizer, request)
             if not completion.output.finished:
-                self._finish(completion, request.finish_reason or "length", None)
+                finish(completion, request.finish_reason or "length")
             touched[tracked.request_id] = tracked
         if stopped:
             self.scheduler.finish(stopped, "stop")
         return self._report(touched)
-
-    def _grow(
-        self, tracked: Tracked, completion: Completion, request: Request, new: list[int]
-    ) -> bool:
-        """Take a completion's new tokens. True if a stop string ended it just now."""
-        output, stream = completion.output, completion.stream
-        output.token_ids += new
-        if stream is not None and (tracked.streaming or tracked.params.stop_strings):
-            stop = stream.push(self._visible(tracked, completion, request))
-            output.text = stream.text
-            if stop is not None:
-                del output.token_ids[stream.num_tokens :]  # accepted drafts behind it
-                if request.finish_reason is None:
-                    output.finish_reason, output.stop_reason = "stop", stop
-                    return True
-                output.finish_reason, output.stop_reason = "stop", stop
-                return False
-        if request.finish_reason is not None:
-            self._finish(completion, request.finish_reason, request.stop_token)
-        return False
-
-    def _visible(self, tracked: Tracked, completion: Completion, request: Request) -> list[int]:
-        """Tokens not pushed yet; a stop token is shown only where the request asks for it."""
-        ids = completion.output.token_ids
-        end = len(ids)
-        if request.stop_token is not None and not tracked.params.include_stop_str_in_output:
-            end -= 1
-        new, completion.shown = ids[completion.shown : end], end
-        return new
-
-    def _finish(self, completion: Completion, reason: Any, stop_token: int | None) -> None:
-        output, request = completion.output, completion.request
-        if completion.stream is not None and request is not None:
-            tracked: Tracked = request.params
-            stop = completion.stream.push(self._visible(tracked, completion, request))
-            output.text = completion.stream.text if stop else completion.stream.finish()
-        output.finish_reason = reason
-        if stop_token is not None and stop_token not in self.limits.eos_token_ids:
-            output.stop_reason = stop_token
 
     def _report(self, touched: dict[str, Tracked]) -> list[RequestOutput]:
         outputs = []
@@ -408,36 +370,3 @@ class Engine:
             if done or tracked.streaming:
                 outputs.append(tracked.to_output())
         return outputs
-
-
-def _gains(
-    result: StepResult, first_line: np.ndarray | None
-) -> list[tuple[int, Request, list[int]]]:
-    """(first line of the logits, request, new tokens) of every row that took tokens."""
-    token_ids, start = result.token_ids.tolist(), 0
-    gains = []
-    index = result.index if first_line is None else first_line[result.index]
-    columns = (index.tolist(), result.requests.tolist(), result.counts.tolist())
-    for line, request, count in zip(*columns, strict=True):
-        gains.append((line, request, token_ids[start : start + count]))
-        start += count
-    return gains
-
-
-def _late(requests: np.ndarray, result: StepResult) -> Iterator[tuple[int, Request]]:
-    """Lines whose request was preempted after the step was launched, and took its token all the
-    same: the scheduler has put it behind the request's own tokens."""
-    if len(result.index) == len(requests):
-        return
-    who: list[Request] = requests.tolist()
-    for line in np.setdiff1d(np.arange(len(who)), result.index).tolist():
-        request = who[line]
-        if request.row < 0 and request.status == RequestStatus.PREEMPTED:
-            yield line, request
-
-
-def _add_logprobs(completion: Completion, logprobs: TokenLogprobs) -> None:
-    output = completion.output
-    if output.logprobs is not None:
-        output.logprobs.append(logprobs)
-        output.cumulative_logprob = (output.cumulative_logprob or 0.0) + logprobs.chosen.logprob
