@@ -27,8 +27,8 @@ from blocktable.core.protocols import Communicator
 _GATHERED = ("colwise_gather_output", "colwise_rep")
 
 
-class RowwiseLinear(nn.Module):
-    """A product over input features that are dealt out to the ranks."""
+class SplitLinear(nn.Module):
+    """This rank's part of a product, and the ranks to bring it together with."""
 
     def __init__(
         self, weight: torch.Tensor, bias: torch.Tensor | None, communicator: Communicator
@@ -37,6 +37,10 @@ class RowwiseLinear(nn.Module):
         self.weight = nn.Parameter(weight, requires_grad=False)
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
         self._communicator = communicator
+
+
+class RowwiseLinear(SplitLinear):
+    """Input features are dealt out."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``x`` [..., in / ranks] -> [..., out], the same on every rank."""
@@ -44,16 +48,8 @@ class RowwiseLinear(nn.Module):
         return out if self.bias is None else out + self.bias
 
 
-class GatheredLinear(nn.Module):
-    """A product whose output features are dealt out and brought together, in rank order."""
-
-    def __init__(
-        self, weight: torch.Tensor, bias: torch.Tensor | None, communicator: Communicator
-    ) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(weight, requires_grad=False)
-        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
-        self._communicator = communicator
+class GatheredLinear(SplitLinear):
+    """Output features are dealt out, and brought together in rank order."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``x`` [..., in] -> [..., out], the same on every rank."""
