@@ -35,6 +35,7 @@ class RemoteState:
         self._key = api_key
         self.lock = threading.Lock()
         self.problem: str | None = None
+        self.notice = ""
         self.load()
 
     def load(self) -> None:
@@ -54,6 +55,7 @@ class RemoteState:
         self.requests = {r["number"]: r for r in state["requests"]}
         self.last: dict[str, Any] | None = state["frames"][-1] if state["frames"] else None
         self._since = state["sequence"]
+        self.notice = (state["notice"] or {"text": ""})["text"]
         self.problem = None
 
     def _open(self, path: str) -> Any:
@@ -85,8 +87,10 @@ class RemoteState:
     def _follow_line(self) -> None:
         with self._open(f"events?since={self._since}") as lines:
             for line in lines:
-                frames = json.loads(line[6:]) if line.startswith(b"data: ") else []
-                for frame in frames:
+                told = json.loads(line[6:]) if line.startswith(b"data: ") else []
+                if isinstance(told, dict):
+                    self.notice, told = told["text"], []
+                for frame in told:
                     if frame["n"] != self._since + 1:
                         self.load()
                         return
@@ -175,8 +179,8 @@ def _numbers(state: RemoteState) -> Text:
             f"   step {state.last['s']:,}   running {running}   waiting {waiting}   "
             f"held {used:,}   step time {took:.1f} ms"
         )
-    if state.problem:
-        head.append(f"   {state.problem}", style="red")
+    if state.problem or state.notice:
+        head.append(f"   {state.problem or state.notice}", style="red")
     return head
 
 

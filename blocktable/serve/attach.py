@@ -50,7 +50,7 @@ def attach(events: str, replay: str | None, topic: str, config: ServerConfig) ->
     listener = listen(config)
     first = 0 if replay is not None else None
     subscriber = EventSubscriber(events, replay, topic=topic, first_sequence=first)
-    source = AttachedSource(config.ring_bytes)
+    source = AttachedSource(config.ring_bytes, endpoint=events)
     app = build_attached(source, Follower(source, subscriber), f"events of {events}")
     host, port = listener.getsockname()[:2]
     print(f"inspector of {events} at http://{host}:{port}/inspect", file=sys.stderr, flush=True)

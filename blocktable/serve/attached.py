@@ -9,7 +9,6 @@ from __future__ import annotations
 import heapq
 import threading
 import time
-from collections import deque
 from typing import Any
 
 import numpy as np
@@ -28,8 +27,10 @@ class AttachedSource:
     """Keeps what an event stream says is cached. ``apply`` is called by one thread; the questions
     take the lock, since any thread may ask."""
 
-    def __init__(self, ring_bytes: int, num_blocks: int = 1024) -> None:
-        self.ring = FrameRing(ring_bytes)
+    def __init__(self, ring_bytes: int, num_blocks: int = 1024, endpoint: str = "") -> None:
+        self.ring, self._endpoint = FrameRing(ring_bytes), endpoint
+        self.problem: str | None = None  # why the last batch could not be read
+        self._forgot_at: float | None = None
         self.sequence = self.missed = self.restarts = self.batches = 0
         self.lock = threading.Lock()
         self._block_size = 0
@@ -56,6 +57,7 @@ class AttachedSource:
             if received.missed or received.restarted:
                 self.missed += received.missed
                 self.restarts += received.restarted
+                self._forgot_at = time.time()
                 self._clear(before)
             for event in received.batch.events:
                 if isinstance(event, BlockStored):
@@ -65,6 +67,7 @@ class AttachedSource:
                 elif isinstance(event, AllBlocksCleared):
                     self._clear(before)
             self.batches += 1
+            self.problem = None
             self._frame(before, received)
 
     def _set(self, block: int, code: int, before: dict[int, int]) -> None:
@@ -125,6 +128,23 @@ class AttachedSource:
 
     # --- the page's side ---
 
+    @property
+    def notice(self) -> dict[str, Any]:
+        """See `Source.notice`: what was lost, what cannot be read, or that nothing came yet."""
+        if self.problem is not None:
+            return {"text": f"an event cannot be read: {self.problem:.200}", "time": None}
+        if not self.batches:
+            return {
+                "text": f"no events yet from {self._endpoint}: does an engine publish there?",
+                "time": None,
+            }
+        if self._forgot_at is None:
+            return {"text": "", "time": None}
+        lost = f"{self.missed} batches of events were lost" if self.missed else ""
+        new = f"the publisher began anew {self.restarts} times" if self.restarts else ""
+        what = " and ".join(filter(None, (lost, new))).replace(" 1 times", " once")
+        return {"text": f"{what}; all before is forgotten, the last time", "time": self._forgot_at}
+
     def snapshot(self) -> dict[str, Any]:
         """See `Source.snapshot`."""
         return {
@@ -156,13 +176,11 @@ class AttachedSource:
 
 
 class Follower:
-    """A thread that feeds a source from a subscriber. ``problem`` says what it could not read."""
+    """A thread that feeds a source from a subscriber."""
 
     def __init__(self, source: AttachedSource, subscriber: EventSubscriber) -> None:
         self._source, self._subscriber = source, subscriber
         self._stopping = threading.Event()
-        self.problem: str | None = None
-        self._bad: deque[float] = deque(maxlen=100)
         self._thread = threading.Thread(target=self._run, daemon=True, name="kv-events-follow")
 
     def start(self) -> None:
@@ -180,8 +198,7 @@ class Follower:
             try:
                 received = self._subscriber.receive(0.2)
             except WireError as error:
-                self.problem = str(error)
-                self._bad.append(time.time())
+                self._source.problem = str(error)
                 continue
             if received is not None:
                 self._source.apply(received)

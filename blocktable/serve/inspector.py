@@ -35,6 +35,12 @@ class Source(Protocol):
     sequence: int
     num_blocks: int
 
+    @property
+    def notice(self) -> dict[str, Any] | None:
+        """What whoever looks must know: ``text`` ("" for nothing now), and ``time`` or None. None
+        where there is never anything."""
+        ...
+
     def snapshot(self) -> dict[str, Any]:
         """Everything a page needs to begin."""
         ...
@@ -109,7 +115,7 @@ def add_pages(
         frames = source.ring.since(0, max(0, min(history, 20_000)))
         last = snapshot["sequence"]
         snapshot["frames"] = [f.as_json() for f in frames if f.sequence <= last]
-        return JSONResponse({**snapshot, "model": name})
+        return JSONResponse({**snapshot, "model": name, "notice": source.notice})
 
     @app.get("/inspect/events", include_in_schema=False)
     async def events(request: Request, since: int = 0) -> Response:
@@ -168,11 +174,14 @@ def _tree_facts(source: Source) -> tuple[tuple[Any, ...], Callable[[list[int]], 
 async def _stream(
     source: Source, since: int, over: Callable[[], bool] = lambda: False
 ) -> AsyncIterator[bytes]:
-    """Messages with all frames that are new, in order and without a gap while the ring has them; a
-    comment now and then keeps the line open."""
-    idle, last = 0, False
+    """Messages with all frames that are new, in order and without a gap while the ring has them,
+    and the notice where it is another; a comment now and then keeps the line open."""
+    idle, last, told = 0, False, None
     while not last:
         last = over()  # what is new by then is told before the end
+        if source.notice != told:
+            told = source.notice
+            yield f"event: notice\ndata: {json.dumps(told)}\n\n".encode()
         frames = source.ring.since(since, _LATE)
         for at in range(0, len(frames), _BATCH):
             some = frames[at : at + _BATCH]

@@ -81,6 +81,11 @@ class TableRecorder:
         engine.on_schedule = self.before_step
 
     @property
+    def notice(self) -> None:
+        """See `Source.notice`: of one's own engine everything is known."""
+        return None
+
+    @property
     def cost_share(self) -> float:
         """Part of the engine's time that recording took, smoothed."""
         return self._cost

@@ -1,11 +1,15 @@
 """The page over another engine's events: what is shown is what the events say, gaps included."""
 
+import io
+import threading
 import time
 
 import httpx
 import numpy as np
+from rich.console import Console
 from serving import run_app
 
+from blocktable.cli.inspect import RemoteState, view
 from blocktable.parallel.event_stream import EventPublisher, EventSubscriber, Received
 from blocktable.parallel.events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch
 from blocktable.serve.attach import build_attached
@@ -53,6 +57,44 @@ def test_a_gap_forgets_what_was_known_and_is_told():
     assert len(cached(source)) == 1
     assert source.snapshot()["missed"] == 7
     assert source.ring.since(0)[-1].as_json()["m"] == 7
+
+
+def test_what_whoever_looks_must_know():
+    """Silence, what cannot be read, gaps and restarts are told, and no longer than they hold."""
+    source = AttachedSource(2**20, endpoint="tcp://there:5557")
+    assert source.notice["text"].startswith("no events yet from tcp://there:5557")
+    source.problem = "a batch of an unknown kind"
+    assert "cannot be read: a batch of an unknown kind" in source.notice["text"]
+    source.apply(batch(stored([1])))
+    assert source.notice == {"text": "", "time": None}
+    source.apply(batch(stored([2]), missed=7))
+    assert source.notice["text"].startswith("7 batches of events were lost; all before")
+    source.apply(batch(stored([3]), restarted=True))
+    assert (
+        "7 batches of events were lost and the publisher began anew once" in source.notice["text"]
+    )
+    assert abs(source.notice["time"] - time.time()) < 60
+    assert len(cached(source)) == 1
+
+
+def test_a_notice_reaches_the_page_and_the_terminal():
+    source = AttachedSource(2**20, endpoint="tcp://there:5557")
+    silent = EventSubscriber("tcp://127.0.0.1:9")
+    with run_app(build_attached(source, Follower(source, silent), "events")) as url:
+        state = RemoteState(url, None)
+        assert "no events yet" in state.notice
+        console = Console(width=200, file=io.StringIO())
+        console.print(view(state, 200, 30))
+        assert "no events yet from tcp://there:5557" in console.file.getvalue()
+        threading.Thread(target=state.follow, daemon=True).start()
+        for missed, word in ((0, ""), (3, "3 batches of events were lost")):
+            source.apply(batch(stored([missed + 1]), missed=missed))
+            deadline = time.monotonic() + 10
+            while not state.notice.startswith(word) or bool(state.notice) != bool(word):
+                assert time.monotonic() < deadline, state.notice
+                time.sleep(0.02)
+        with state.lock:
+            assert np.array_equal(state.codes, source.codes)
 
 
 def test_the_page_follows_a_publisher_and_fills_gaps_from_its_buffer():

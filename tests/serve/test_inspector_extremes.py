@@ -11,10 +11,14 @@ import numpy as np
 import pytest
 import torch
 from playwright.sync_api import sync_playwright
-from serving import CHROMIUM, Server, make_tokenizer, running
+from serving import CHROMIUM, Server, make_tokenizer, run_app, running
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from blocktable import LLM
+from blocktable.parallel.event_stream import EventSubscriber, Received
+from blocktable.parallel.events import BlockStored, EventBatch
+from blocktable.serve.attach import build_attached
+from blocktable.serve.attached import AttachedSource, Follower
 from blocktable.serve.config import ServerConfig
 
 LONG = 9000
@@ -246,6 +250,26 @@ def test_more_blocks_than_pixels(page, count):
 
 
 # --- what was lost ---
+
+
+def test_the_page_over_events_tells_silence_and_gaps(browser):
+    source = AttachedSource(2**20, endpoint="tcp://there:5557")
+    silent = EventSubscriber("tcp://127.0.0.1:9")
+    with run_app(build_attached(source, Follower(source, silent), "events")) as url:
+        page = browser.new_page(viewport={"width": 1000, "height": 700})
+        page.goto(f"{url}/inspect")
+        shows(page, "status", "no events yet from tcp://there:5557")
+        assert page.get_attribute("#status", "class") == "bad"
+        blocks = BlockStored([1, 2, 3], None, list(range(12)), 4, None, "GPU", None)
+        source.apply(Received(0, EventBatch(1.0, [blocks])))
+        page.wait_for_function("document.getElementById('status').textContent === 'connected'")
+        shows(page, "legend", "cached 3")
+        source.apply(Received(9, EventBatch(2.0, [blocks]), missed=8))
+        shows(page, "status", "8 batches of events were lost; all before is forgotten")
+        picture(page, "inspector-gap")
+        page.reload()
+        shows(page, "status", "8 batches of events were lost")
+        page.close()
 
 
 def test_frames_that_were_missed_are_noticed_and_mended(page, server):

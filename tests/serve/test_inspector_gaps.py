@@ -27,6 +27,8 @@ NONE = np.zeros(0, np.int32)
 class Recorded:
     """A source with a number of frames."""
 
+    notice = None
+
     def __init__(self, count, ring_bytes=2**24):
         self.ring, self.sequence = FrameRing(ring_bytes), 0
         self.add(count)
@@ -46,7 +48,7 @@ def told(source, since, until):
         numbers = []
         stream = inspector._stream(source, since)
         async for message in stream:
-            if message.startswith(b"data: "):
+            if message.startswith(b"data: ["):
                 numbers += [frame["n"] for frame in json.loads(message[6:])]
             if numbers and numbers[-1] >= until:
                 await stream.aclose()

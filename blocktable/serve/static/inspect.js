@@ -27,7 +27,7 @@ const parse = (hex) => [1, 3, 5].map((i) => parseInt(hex.slice(i, i + 2), 16));
 let FIXED = [];
 function readColours() {
   const style = getComputedStyle(document.documentElement);
-  for (const name of ["free", "cached", "fenced", "shared", "owned", "back", "panel", "cursor"]) COLOURS[name] = style.getPropertyValue("--" + name).trim();
+  for (const name of ["free", "cached", "fenced", "shared", "owned", "back", "panel", "cursor", "bad"]) COLOURS[name] = style.getPropertyValue("--" + name).trim();
   FIXED = KINDS.map((kind) => parse(COLOURS[kind]));
 }
 readColours();
@@ -131,8 +131,9 @@ function grow(block) {
   codes.set(S.codes); S.codes = codes;
   layout();
 }
-function gap(frame) {
-  if (frame.m) { $("status").textContent = `${frame.m} batches of events were lost at ${clock(frame.t)}; all before is forgotten`; $("status").className = "bad"; }
+function status(text, bad) { $("status").textContent = text; $("status").className = bad ? "bad" : ""; }
+function connected(notice) { // or what whoever looks must know
+  status(notice && notice.text ? notice.text + (notice.time ? " at " + clock(notice.time) : "") : "connected", Boolean(notice && notice.text));
 }
 function moveTo(position) { // the state after frames[0 .. position - 1]
   position = Math.max(0, Math.min(position, S.frames.length));
@@ -144,7 +145,7 @@ function add(frames) { // false where frames between were missed: what the page 
   for (const frame of frames) {
     if (frame.n <= S.sequence) continue;
     if (frame.n !== S.sequence + 1) return false;
-    S.sequence = frame.n; S.frames.push(frame); index(frame); gap(frame);
+    S.sequence = frame.n; S.frames.push(frame); index(frame);
   }
   if (S.live) moveTo(S.frames.length);
   forgetRequests();
@@ -248,6 +249,8 @@ function chart(id, series, options) {
       ctx.fillStyle = s.colour; ctx.fillRect(x, base - h, w, h); base -= h;
     });
   }
+  ctx.fillStyle = COLOURS.bad; // what was lost before a frame
+  for (let i = 0; i < count; i++) if (S.frames[first + i].m) ctx.fillRect(at(i), 0, 2, height);
   if (S.cursor) { ctx.fillStyle = COLOURS.cursor; ctx.fillRect(Math.min(at(S.cursor - first - 0.5), width - 1.5), 0, 1.5, height); }
 }
 function drawCharts() {
@@ -466,19 +469,19 @@ async function start() {
   layout();
   const same = before ? S.frames.findIndex((f) => f.n === before.n && f.t === before.t) : -1;
   if (same >= 0) moveTo(same + 1); // a page that was paused stays where it was
-  for (const frame of S.frames) gap(frame);
-  listen(state.sequence);
+  listen(state.sequence, state.notice);
 }
-function listen(since) {
+function listen(since, notice) {
   const source = new EventSource(url("events?since=" + since));
-  source.onopen = () => { if (!$("status").textContent.includes("lost at")) { $("status").textContent = "connected"; $("status").className = ""; } };
+  source.onopen = () => connected(notice);
+  source.addEventListener("notice", (message) => connected(JSON.parse(message.data)));
   source.onmessage = (message) => { if (!add(JSON.parse(message.data))) { source.close(); start().catch(listenLater); } };
   source.onerror = () => {
-    source.close(); $("status").textContent = "connection lost, trying again"; $("status").className = "bad";
+    source.close(); status("connection lost, trying again", true);
     setTimeout(() => start().catch(() => listenLater()), 1000);
   };
 }
 function listenLater() { setTimeout(() => start().catch(listenLater), 2000); }
-start().catch((error) => { $("status").textContent = String(error); $("status").className = "bad"; listenLater(); });
+start().catch((error) => { status(String(error), true); listenLater(); });
 requestAnimationFrame(tick);
 window.inspector = { S, moveTo, setLive, showBlock, showRequest, add, layout, drawing: () => drawing };
