@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -22,17 +22,40 @@ if TYPE_CHECKING:
     from blocktable.engine.sampling import BatchLogprobs
 
 
+class Times(NamedTuple):
+    """What is left of a scheduler's request that has ended."""
+
+    scheduled_at: float | None
+    first_token_at: float | None
+    finished_at: float | None
+    num_preemptions: int
+
+
 @dataclass(slots=True)
 class Completion:
     """One of a request's continuations while it grows.
 
     ``output`` is what the caller sees. ``shown`` counts tokens already pushed into ``stream``.
+    Of a ``request`` that has ended only its ``times`` stay once that was told: the request leads
+    back here, and Python looks for such circles so seldom that texts and scores of thousands of
+    requests would wait for it.
     """
 
     output: CompletionOutput
     stream: TextStream | None
     shown: int = 0
     request: Request | None = None
+    times: Times | None = None
+
+    def let_go(self) -> None:
+        """Keep a request's times alone if it has ended."""
+        request = self.request
+        if request is not None and request.finish_reason is not None:
+            self.request = None
+            self.times = Times(
+                request.scheduled_at, request.first_token_at, request.finished_at,
+                request.num_preemptions,
+            )  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -71,16 +94,19 @@ class Tracked:
 
     def to_output(self) -> RequestOutput:
         """What the caller is shown. Token lists are the live ones: they grow while it runs."""
-        done = self.finished
+        done, metrics = self.finished, self._metrics()
+        for completion in self.completions:
+            completion.let_go()
         return RequestOutput(
             self.request_id, self.prompt, self.prompt_token_ids,
             [completion.output for completion in self.completions],
-            finished=done, metrics=self._metrics(), num_cached_tokens=self.num_cached_tokens,
+            finished=done, metrics=metrics, num_cached_tokens=self.num_cached_tokens,
             prompt_logprobs=self.prompt_logprobs,
         )  # fmt: skip
 
     def _metrics(self) -> RequestMetrics:
-        requests = [c.request for c in self.completions if c.request is not None]
+        known = [c.request or c.times for c in self.completions]
+        requests = [times for times in known if times is not None]
         if not requests:
             return RequestMetrics(arrival=self.arrival)
         first = requests[0]

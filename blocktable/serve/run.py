@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 import sys
 import threading
@@ -49,7 +50,16 @@ def serve(
         timeout_graceful_shutdown=max(1, round(config.drain_seconds)),
     )  # fmt: skip
     app.state.server = server = uvicorn.Server(settings)
+    _leave_the_model_to_itself()
     server.run(sockets=[listener])
+
+
+def _leave_the_model_to_itself() -> None:
+    """Tell Python's cycle collector that what is here now stays. It looks at old objects only once
+    there are a quarter more of them: with the model's among them what hangs on a circle (the
+    exception of a client that left a stream) would stay for hours, and each look take long."""
+    gc.collect()
+    gc.freeze()
 
 
 def serve_role(
