@@ -7,15 +7,19 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from blocktable import LLM, SamplingParams
 from blocktable.core.errors import BlocktableError, ConfigError, RankError
+from blocktable.engine.options import EngineOptions
 from blocktable.parallel.event_stream import EventSubscriber
 from blocktable.parallel.events import BlockCounter
+from blocktable.ranks import launch
 
+ROOT = Path(__file__).parent.parent
 sys.path.append(str(Path(__file__).parent / "engine"))
 
 from gguf_files import write_model
@@ -166,6 +170,66 @@ def test_a_gguf_file_is_split_and_its_events_are_published(tmp_path):
         llm.engine.runner.close_ranks()
 
 
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({}, "torchrun does, but MASTER_PORT is not"),
+        ({"MASTER_PORT": "29500"}, "torchrun does, but MASTER_ADDR is not"),
+        ({"MASTER_PORT": "x"}, "MASTER_PORT is 'x', no integer"),
+        ({"WORLD_SIZE": "two"}, "WORLD_SIZE is 'two', no integer"),
+        ({"WORLD_SIZE": "1", "MASTER_PORT": "1"}, "torchrun started 1 ranks .WORLD_SIZE., but"),
+        ({"RANK": "2", "MASTER_PORT": "1"}, "RANK must be in .0, 1., since WORLD_SIZE is 2, got 2"),
+    ],
+)
+def test_torchruns_variables_left_over_or_wrong_are_named(monkeypatch, variables, message):
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in ({"RANK": "0", "WORLD_SIZE": "2"} | variables).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=message):
+        LLM("x", tensor_parallel_size=2)
+
+
+@pytest.mark.parametrize(
+    ("alive", "message"),
+    [(False, "rank 1 died at start-up: .* code -9"), (True, "rank 1 did not join within 0.3 s")],
+)
+def test_a_process_that_never_joins_is_named(monkeypatch, alive, message):
+    """Entering the world waits for everyone: a dead one would be waited for to the end."""
+    monkeypatch.setattr(launch, "START_SECONDS", 0.3)
+    options = EngineOptions(tensor_parallel_size=2, rank_timeout=0.1)
+    worker = SimpleNamespace(is_alive=lambda: alive, exitcode=-9)
+    began = time.monotonic()
+    with pytest.raises(RankError, match=message):
+        launch.wait_for_processes(launch.meet(options), [worker], options)
+    assert time.monotonic() - began < 5.0
+
+
+PLAIN_SCRIPT = """
+import sys
+from blocktable import LLM, SamplingParams
+llm = LLM({model!r}, tensor_parallel_size=2, dtype="float32", num_blocks=20, max_model_len=64)
+out = llm.generate([[3, 4, 5]], SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True))
+print("tokens", out[0].outputs[0].token_ids)
+"""
+
+
+@pytest.mark.parametrize("place", ["file", "standard input"])
+def test_a_script_needs_no_guard_and_no_end(tmp_path, place):
+    """Its ranks do not run it again, wherever it came from; what a torchrun long gone has left
+    behind is not looked at; and nothing is left for Python to complain of at the end."""
+    text = PLAIN_SCRIPT.format(model=str(model_directory(tmp_path / "model", 2, "llama")))
+    (tmp_path / "plain.py").write_text(text)
+    run = subprocess.run(
+        [sys.executable, str(tmp_path / "plain.py") if place == "file" else "-"],
+        input=None if place == "file" else text, capture_output=True, text=True, timeout=120,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "MASTER_ADDR": "no.such.host"}, check=False,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr[-2000:]
+    assert run.stdout.count("tokens [") == 1
+    assert "leaked" not in run.stderr
+
+
 SCRIPT = """
 import sys
 from blocktable import LLM, SamplingParams
@@ -187,7 +251,7 @@ def test_torchrun(tmp_path):
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
          str(script), str(directory)],
         capture_output=True, text=True, timeout=120, check=False,
-        env=os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent)},
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     assert run.returncode == 0, run.stderr[-2000:]
     assert run.stdout.count("tokens") == 1 and f"tokens {expected}" in run.stdout

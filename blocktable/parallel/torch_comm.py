@@ -33,13 +33,14 @@ class TorchCommunicator:
     @classmethod
     def join(
         cls, rank: int, world_size: int, address: str, *, backend: str = "gloo",
-        timeout: float = 60.0,
+        timeout: float = 60.0, store: Any | None = None,
     ) -> TorchCommunicator:  # fmt: skip
-        """Enter a world of ``world_size`` ranks that meet at ``tcp://address`` (host:port)."""
+        """Enter a world of ``world_size`` ranks that meet at ``tcp://address`` (host:port), or
+        through ``store``."""
         try:
             dist.init_process_group(
-                backend, init_method=f"tcp://{address}", rank=rank, world_size=world_size,
-                timeout=timedelta(seconds=timeout),
+                backend, init_method=None if store else f"tcp://{address}", store=store, rank=rank,
+                world_size=world_size, timeout=timedelta(seconds=timeout),
             )  # fmt: skip
         except (RuntimeError, ValueError) as error:
             raise RankError(

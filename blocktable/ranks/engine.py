@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple, NoReturn
 
 import torch
+from transformers.utils.logging import disable_progress_bar
 
 from blocktable.core.errors import BlocktableError, ConfigError, RankError
 from blocktable.core.specs import KVCacheConfig
@@ -31,13 +32,15 @@ from blocktable.parallel.torch_comm import TorchCommunicator
 from blocktable.parallel.worker import serve_rank
 from blocktable.ranks.launch import (
     environment,
-    free_port,
     join,
     leave,
+    meet,
+    say_here,
     share_cpu,
     start_ranks,
     stop_ranks,
     torchrun_place,
+    wait_for_processes,
 )
 from blocktable.ranks.local import make_local
 from blocktable.ranks.shards import load_shard, shardable
@@ -97,14 +100,14 @@ def _start(
     source: Source, options: EngineOptions, tokenizer: Any, make_sink: MakeSink | None
 ) -> Engine:
     """Start the other ranks as processes of this machine, and lead them."""
-    address = f"127.0.0.1:{free_port()}"
     threads = torch.get_num_threads()
-    workers: list[Any] = []
+    store = meet(options)
     with environment(0, options.num_ranks):
-        workers = start_ranks(_worker_main, options, address, source)
+        workers = start_ranks(_worker_main, options, store.port, source)
         share_cpu(options)
         try:
-            communicator = join(options, 0, address)
+            wait_for_processes(store, workers, options)
+            communicator = join(options, 0, f"port {store.port}", store)
             return _lead(source, options, communicator, tokenizer, make_sink, workers)
         except BaseException:
             stop_ranks(None, workers, threads)
@@ -115,7 +118,7 @@ def _lead(
     source: Source, options: EngineOptions, communicator: TorchCommunicator, tokenizer: Any,
     make_sink: MakeSink | None, workers: list[Any],
 ) -> Engine:  # fmt: skip
-    host = socket.gethostbyname(os.environ.get("MASTER_ADDR", "127.0.0.1"))
+    host = "127.0.0.1" if workers else socket.gethostbyname(os.environ["MASTER_ADDR"])
     channel = DriverChannel(
         communicator.world_size, f"tcp://{host}:*", timeout=options.rank_timeout,
         is_alive=world_is_alive(workers) if workers else None,
@@ -197,6 +200,7 @@ def _follow(
 ) -> NoReturn:  # fmt: skip
     """A rank's whole life after it joined."""
     rank = communicator.rank
+    disable_progress_bar()  # rank 0 shows one
     channel = RankChannel(rank, communicator.broadcast_bytes(None).decode())
     try:
         prepared, _ = _prepare(source, options, communicator, None)
@@ -216,11 +220,13 @@ def _follow(
     leave()
 
 
-def _worker_main(rank: int, options: EngineOptions, address: str, source: Source) -> None:
+def _worker_main(rank: int, options: EngineOptions, port: int, source: Source) -> None:
     parent = multiprocessing.parent_process()
     with environment(rank, options.num_ranks):
         share_cpu(options)
-        communicator = join(options, rank, address)
+        store = meet(options, port)
+        say_here(store, rank)
+        communicator = join(options, rank, f"port {port}", store)
         alive = parent.is_alive if parent is not None else (lambda: True)
         try:
             _follow(source, options, communicator, alive)

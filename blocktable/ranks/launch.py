@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import socket
 import sys
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
+from types import ModuleType
 from typing import Any, NamedTuple, NoReturn
 
 import torch
+from torch.distributed import TCPStore
 
-from blocktable.core.errors import ConfigError
+from blocktable.core.errors import ConfigError, RankError
 from blocktable.engine.options import EngineOptions
 from blocktable.parallel.channel import DriverChannel
 from blocktable.parallel.torch_comm import TorchCommunicator
@@ -31,42 +34,115 @@ class Place(NamedTuple):
 
 def torchrun_place(options: EngineOptions) -> Place | None:
     """This process's place, or None where torchrun did not start it. ConfigError where it started
-    another number of ranks than the options ask for."""
-    world = os.environ.get("WORLD_SIZE")
-    if world is None or "RANK" not in os.environ:
+    another number of ranks than the options ask for, or where its variables are not all there."""
+    found = os.environ
+    if "WORLD_SIZE" not in found or "RANK" not in found:
         return None
-    if int(world) != options.num_ranks:
+    world, rank, port = (_number(found, name) for name in ("WORLD_SIZE", "RANK", "MASTER_PORT"))
+    if world != options.num_ranks:
         raise ConfigError(
-            f"torchrun started {world} ranks, but tensor_parallel_size is "
+            f"torchrun started {world} ranks (WORLD_SIZE), but tensor_parallel_size is "
             f"{options.tensor_parallel_size} and context_parallel_size "
             f"{options.context_parallel_size}"
         )
-    address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-    return Place(int(os.environ["RANK"]), address)
+    if not 0 <= rank < world:
+        raise ConfigError(
+            f"RANK must be in [0, {world - 1}], since WORLD_SIZE is {world}, got {rank}"
+        )
+    if not found.get("MASTER_ADDR"):
+        raise ConfigError(_incomplete("MASTER_ADDR is not"))
+    return Place(rank, f"{found['MASTER_ADDR']}:{port}")
 
 
-def join(options: EngineOptions, rank: int, address: str) -> TorchCommunicator:
-    """Enter the world at ``address``, over NCCL where the model runs on GPUs."""
+def _number(variables: Mapping[str, str], name: str) -> int:
+    text = variables.get(name)
+    if text is None:
+        raise ConfigError(_incomplete(f"{name} is not"))
+    try:
+        return int(text)
+    except ValueError:
+        raise ConfigError(_incomplete(f"{name} is {text!r}, no integer")) from None
+
+
+def _incomplete(fault: str) -> str:
+    return (
+        f"RANK and WORLD_SIZE are set, as torchrun does, but {fault}; unset both to let the ranks "
+        "be started from here"
+    )
+
+
+def join(
+    options: EngineOptions, rank: int, address: str, store: TCPStore | None = None
+) -> TorchCommunicator:
+    """Enter the world that meets at ``address`` or, where the ranks were started here, through
+    ``store``; over NCCL where the model runs on GPUs."""
     if torch.distributed.is_initialized():  # by the script that torchrun runs
         return TorchCommunicator(timeout=options.rank_timeout)
     if options.on_gpu:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", rank)))
     return TorchCommunicator.join(
         rank, options.num_ranks, address, backend="nccl" if options.on_gpu else "gloo",
-        timeout=max(options.rank_timeout, START_SECONDS),
+        timeout=_start_seconds(options), store=store,
     )  # fmt: skip
+
+
+def _start_seconds(options: EngineOptions) -> float:
+    return max(options.rank_timeout, START_SECONDS)
+
+
+def meet(options: EngineOptions, port: int | None = None) -> TCPStore:
+    """Where the ranks started here find each other: made, at a free port of this machine, or, with
+    its ``port``, entered."""
+    return TCPStore(
+        "127.0.0.1", port or 0, options.num_ranks, is_master=port is None,
+        timeout=timedelta(seconds=_start_seconds(options)), wait_for_workers=False,
+    )  # fmt: skip
+
+
+def say_here(store: TCPStore, rank: int) -> None:
+    """Tell rank 0 that this rank's process has come so far as to enter the world."""
+    store.set(f"here/{rank}", b"1")
+
+
+def wait_for_processes(store: TCPStore, workers: Sequence[Any], options: EngineOptions) -> None:
+    """Return once every rank has said that it is here: whoever enters the world waits for all.
+    Raises RankError, naming the rank, as soon as one has ended instead."""
+    deadline = time.monotonic() + _start_seconds(options)
+    for rank, worker in enumerate(workers, 1):
+        while not store.check([f"here/{rank}"]):
+            if not worker.is_alive():
+                raise RankError(
+                    f"rank {rank} died at start-up: its process left with code {worker.exitcode}"
+                )
+            if time.monotonic() > deadline:
+                raise RankError(f"rank {rank} did not join within {_start_seconds(options):g} s")
+            time.sleep(0.02)
 
 
 def start_ranks(target: Callable[..., None], options: EngineOptions, *arguments: Any) -> list[Any]:
     """Processes of ranks 1, 2, ..., each running ``target(rank, options, *arguments)``."""
     context = multiprocessing.get_context("spawn")
     workers = []
-    for rank in range(1, options.num_ranks):
-        workers.append(
-            context.Process(target=target, args=(rank, options, *arguments), daemon=True)
-        )
-        workers[-1].start()
+    with _without_script():
+        for rank in range(1, options.num_ranks):
+            workers.append(
+                context.Process(target=target, args=(rank, options, *arguments), daemon=True)
+            )
+            workers[-1].start()
     return workers
+
+
+@contextmanager
+def _without_script() -> Iterator[None]:
+    """A new process begins by running its parent's script once more, which would start ranks of
+    its own (and is not there at all for a script read from standard input). A rank needs nothing
+    of it, so it is not told of one."""
+    script = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = script
 
 
 def share_cpu(options: EngineOptions) -> None:
@@ -130,10 +206,3 @@ def environment(rank: int, world_size: int) -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
-
-
-def free_port() -> int:
-    """A port of this machine that was free just now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

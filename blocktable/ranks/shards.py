@@ -108,7 +108,11 @@ def _keep_heads(model: Any, heads: torch.Tensor) -> None:
         local_queries = _local(module.q_proj.weight).shape[0] // size
         module.num_key_value_groups = local_queries // len(heads)
     if not found:
-        raise ConfigError("this model's K and V projections cannot be shared between ranks")
+        raise ConfigError(
+            "this model has fewer KV heads than ranks, and its K and V projections are not layers "
+            f"of their own ({' and '.join(_KV_PROJECTIONS)}) that ranks could hold copies of; use "
+            "as many ranks as KV heads at most"
+        )
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
