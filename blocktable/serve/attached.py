@@ -151,7 +151,7 @@ class AttachedSource:
             "num_blocks": self.num_blocks, "block_size": self._block_size, "block_bytes": 0,
             "max_model_len": 0, "groups": 1, "sequence": self.sequence,
             "codes": self.codes.tolist(), "requests": [], "cost_share": 0.0,
-            "missed": self.missed, "restarts": self.restarts,
+            "missed": self.missed, "restarts": self.restarts, "events": True,
         }  # fmt: skip
 
     def block(self, block: int) -> dict[str, Any]:

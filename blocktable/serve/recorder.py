@@ -75,6 +75,7 @@ class TableRecorder:
         self._started: list[tuple[Any, ...]] = []
         self._ended: list[tuple[int, str]] = []
         self._touched: list[NDArray[np.int32]] = []
+        self._sources: list[NDArray[np.int64]] = []  # blocks that a row left for a copy
         self._waited = self._credit = 0.0
         self._cost, self._steps = 0.0, 0
         self._last = (0, 0, 0, 0)
@@ -123,8 +124,9 @@ class TableRecorder:
             self._look_at_away()
         started, self._started = self._started, []
         ended, self._ended = self._ended, []
-        touched, self._touched = self._touched, []
         moved = np.flatnonzero((pool.ref != self._ref) | (pool.state != self._state))
+        self._look_at_left(moved[self._ref[moved] > 1], bool(ended))
+        touched, self._touched = self._touched, []
         blocks = np.unique(np.concatenate([moved.astype(np.int32), *touched]))
         self._ref[moved], self._state[moved] = pool.ref[moved], pool.state[moved]
         new = self._codes_of(blocks)
@@ -140,6 +142,29 @@ class TableRecorder:
                 blocks, old, new, self._numbers_of_step(), tuple(started), tuple(ended),
             )
         )  # fmt: skip
+
+    def _look_at_left(self, fewer: NDArray[np.int64], some_ended: bool) -> None:
+        """Note who holds a block alone, where who filled it has left or went on in a copy.
+        ``fewer`` were shared. O(blocks), and those in doubt times the rows."""
+        pool, rows = self._engine.manager.pool, np.flatnonzero(self._who != None)  # noqa: E711
+        sources, self._sources = self._sources, []
+        alone = (pool.state == states.OWNED) & (pool.ref == 1)
+        doubtful = np.concatenate([fewer, *sources])
+        doubtful = doubtful[alone[doubtful]]
+        if some_ended:
+            held = np.flatnonzero(alone)
+            gone = ~np.isin(self._owner[held], self._number[rows])
+            doubtful = np.concatenate([doubtful, held[gone]])
+        doubtful = np.unique(doubtful)
+        if not len(doubtful):
+            return
+        place = self.place[doubtful]
+        for table in self._engine.manager.tables:
+            there = table.rows[rows[:, None], np.minimum(place, table.rows.shape[1] - 1)]
+            used = (place >= 0) & (place < table.counts[rows][:, None])
+            line, at = np.nonzero((there == doubtful) & used)
+            self._owner[doubtful[at]] = self._number[rows[line]]
+        self._touched.append(doubtful.astype(np.int32))
 
     def _codes_of(self, blocks: NDArray[np.int32]) -> NDArray[np.int32]:
         pool = self._engine.manager.pool
@@ -165,6 +190,7 @@ class TableRecorder:
 
     def _look_at_copies(self, output: SchedulerOutput) -> None:
         """A row whose shared block was copied before it is written has a new block there."""
+        self._sources.append(output.copies[:, 0].astype(np.int64))
         for table in self._engine.manager.tables:
             place = output.num_computed // max(self._engine.block_size, 1)
             blocks = table.rows[output.rows, place]

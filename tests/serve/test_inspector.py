@@ -77,7 +77,8 @@ def test_every_frame_equals_the_pool_and_time_runs_both_ways(options):
 
 
 def check_owners(engine, recorder):
-    """A block past a row's hit that one row holds is shown at its place, as some request's own."""
+    """A block that one row holds is shown at its place, as that row's request's own: also where
+    another filled it and left."""
     for row, request in enumerate(engine.scheduler.requests):
         if request is None:
             continue
@@ -86,7 +87,7 @@ def check_owners(engine, recorder):
                 assert recorder.place[block] == place
                 if engine.manager.pool.ref[block] == 1:
                     owner = recorder.requests[int(f.number_of(recorder.codes[block]))]
-                    assert owner.request_id.split("#")[0].startswith("r")
+                    assert (owner.row, owner.request_id) == (row, request.request_id)
 
 
 def test_steps_are_joined_where_recording_would_cost_too_much():
@@ -96,8 +97,11 @@ def test_steps_are_joined_where_recording_would_cost_too_much():
     steps = 0
     while engine.has_unfinished:
         engine.step()
+        before = recorder.sequence
         recorder.after_step(engine, 1e-4)
         steps += 1
+        if recorder.sequence > before:
+            check_owners(engine, recorder)
     frames = recorder.ring.since(0)
     assert 1 <= len(frames) < steps / 4
     assert frames[-1].counts[0] == 0  # the last step, after which nothing runs, is always seen

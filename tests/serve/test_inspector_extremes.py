@@ -3,6 +3,7 @@ than pixels, frames that were lost, both ends of time. In a headless Chromium.""
 
 import itertools
 import os
+import re
 import threading
 import time
 
@@ -16,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from blocktable import LLM
 from blocktable.parallel.event_stream import EventSubscriber, Received
-from blocktable.parallel.events import BlockStored, EventBatch
+from blocktable.parallel.events import BlockRemoved, BlockStored, EventBatch
 from blocktable.serve.attach import build_attached
 from blocktable.serve.attached import AttachedSource, Follower
 from blocktable.serve.config import ServerConfig
@@ -264,6 +265,20 @@ def test_the_page_over_events_tells_silence_and_gaps(browser):
         source.apply(Received(0, EventBatch(1.0, [blocks])))
         page.wait_for_function("document.getElementById('status').textContent === 'connected'")
         shows(page, "legend", "cached 3")
+        # what events do not tell is not shown as if it were known
+        shows(page, "numbers", "3 blocks cached")
+        for element in ("numbers", "model", "usevalue"):
+            assert not re.search(r"running|held|0 tokens", page.text_content(f"#{element}"))
+        assert not page.is_visible("[data-tab=requests]") and page.is_visible("#use")
+        assert not page.is_visible("#time")
+        shows(page, "tree", "3 blocks")
+        page.evaluate("inspector.showBlock(2)")
+        shows(page, "detail", "this page's own")
+        shows(page, "life", "stored")
+        detail = page.text_content("#detail")
+        assert "slots" not in detail and "block 1" in detail and "tokens 4 5 6 7" in detail
+        source.apply(Received(1, EventBatch(1.0, [BlockRemoved([2], "GPU")])))
+        shows(page, "life", "removed")
         source.apply(Received(9, EventBatch(2.0, [blocks]), missed=8))
         shows(page, "status", "8 batches of events were lost; all before is forgotten")
         picture(page, "inspector-gap")
@@ -361,12 +376,12 @@ def test_a_freed_block_tells_who_had_it(page, server):
     recorder = server.app.state.recorder
     freed = np.flatnonzero((recorder.codes & 7 == 0) & (recorder.place >= 0))
     page.evaluate(f"inspector.showBlock({int(freed[-1])})")
-    shows(page, "detail", "last filled by")
+    shows(page, "detail", "last held by")
     shows(page, "life", "released")
     never = np.flatnonzero(recorder.place < 0)
     page.evaluate(f"inspector.showBlock({int(never[-1])})")
     shows(page, "life", "nothing in the recorded time")
-    assert "filled by" not in page.text_content("#detail")
+    assert "held by" not in page.text_content("#detail")
 
 
 def test_a_block_that_many_share(page, server):

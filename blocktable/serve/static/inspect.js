@@ -12,7 +12,8 @@ const url = (path) => "inspect/" + path + (key ? (path.includes("?") ? "&" : "?"
 
 const S = {
   codes: new Int32Array(0), frames: [], cursor: 0, live: true, blockSize: 0, requests: new Map(),
-  columns: 1, cell: 1, tall: 1, chosen: -1, dirty: true, tab: "requests", sequence: 0, window: 0,
+  columns: 1, cell: 1, tall: 1, chosen: -1, dirty: true, tab: "requests", sequence: 0, window: 0, model: "",
+  events: false, // over another engine's events: no requests, rows, hits or slots are known
   shown: null, // what the tab Detail shows: {block, code} or {request, rows, hit, ended}
 };
 
@@ -46,7 +47,7 @@ function describe(code) {
   const kind = kindOf(code), number = numberOf(code);
   if (kind === 3) return `owned by ${name(number)}`;
   if (kind === 4) return `shared by ${refsOf(code)} rows`;
-  if (kind === 1) return "cached, free to take" + (number ? ` (from ${name(number)})` : "");
+  if (kind === 1) return (S.events ? "cached" : "cached, free to take") + (number ? ` (from ${name(number)})` : "");
   return KINDS[kind];
 }
 function name(number) { const r = S.requests.get(number); return r ? r.id : number ? "#" + number : "nobody"; }
@@ -177,7 +178,8 @@ function setLive(on) {
 /* ---- drawing the rest ---- */
 function current() { return S.frames[S.cursor - 1]; }
 function drawNumbers(counts) {
-  const usable = S.codes.length - 1, frame = current();
+  const usable = S.codes.length - 1, frame = current(), size = S.blockSize;
+  $("model").textContent = S.events ? S.model : `${S.model}, ${usable.toLocaleString("en")} blocks of ${size} token${size === 1 ? "" : "s"}`;
   $("legend").innerHTML = "";
   for (const kind of ["owned", "shared", "cached", "fenced", "free"]) {
     const span = document.createElement("span"), mark = document.createElement("i");
@@ -186,8 +188,9 @@ function drawNumbers(counts) {
   }
   $("scrub").max = S.frames.length; $("scrub").value = S.cursor;
   if (!frame) { $("when").value = S.frames.length ? "before the first recorded step" : "nothing recorded yet"; $("numbers").textContent = ""; return; }
-  const [used, , , , running, waiting] = frame.c;
-  $("numbers").innerHTML = `step <b>${frame.s.toLocaleString("en")}</b> &nbsp; running <b>${running}</b> &nbsp; waiting <b>${waiting}</b> &nbsp; blocks <b>${used.toLocaleString("en")}</b> of ${usable.toLocaleString("en")} held`;
+  const [used, , cached, , running, waiting] = frame.c;
+  $("numbers").innerHTML = S.events ? `batch <b>${frame.s.toLocaleString("en")}</b> &nbsp; <b>${cached.toLocaleString("en")}</b> blocks cached` :
+    `step <b>${frame.s.toLocaleString("en")}</b> &nbsp; running <b>${running}</b> &nbsp; waiting <b>${waiting}</b> &nbsp; blocks <b>${used.toLocaleString("en")}</b> of ${usable.toLocaleString("en")} held`;
   $("when").value = new Date(frame.t * 1000).toLocaleTimeString("en-GB") + "." + String(Math.floor(frame.t * 1000) % 1000).padStart(3, "0") + (S.live ? " live" : "");
 }
 function census() {
@@ -260,7 +263,7 @@ function drawCharts() {
   chart("hit", [{ of: (f) => f.c[8], colour: COLOURS.shared }, { of: (f) => f.c[9] * 20, colour: "#ff7b72" }], {});
   chart("time", [{ of: (f) => f.d / f.k, colour: "#d6b35a" }], {});
   if (!frame) { for (const id of ["use", "tok", "hit", "time"]) $(id + "value").textContent = ""; return; }
-  $("usevalue").textContent = `${frame.c[0].toLocaleString("en")} held, ${frame.c[2].toLocaleString("en")} cached`;
+  $("usevalue").textContent = S.events ? `${frame.c[2].toLocaleString("en")} cached` : `${frame.c[0].toLocaleString("en")} held, ${frame.c[2].toLocaleString("en")} cached`;
   $("tokvalue").textContent = `${Math.round(frame.c[7] / frame.k)} decoded, ${Math.round(Math.max(0, frame.c[6] - frame.c[7]) / frame.k)} prefill`;
   $("hitvalue").textContent = `${frame.c[8]} hit, ${frame.c[9]} preempted`;
   $("timevalue").textContent = `${(frame.d / frame.k * 1000).toFixed(1)} ms`;
@@ -298,9 +301,9 @@ function verb(old, now) {
   if (b === 3 && a < 3) return a === 1 && numberOf(old) !== numberOf(now) ? `taken by ${name(numberOf(now))} (what was cached is evicted or hit)` : `taken by ${name(numberOf(now))}`;
   if (b === 4) return refsOf(now) > refsOf(old) ? `shared, now by ${refsOf(now)}` : `one row less, now ${refsOf(now)}`;
   if (b === 3 && a === 4) return `only ${name(numberOf(now))} is left`;
-  if (b === 1) return "released, kept in the cache";
+  if (b === 1) return S.events ? "stored" : "released, kept in the cache";
   if (b === 2) return "released, fenced until the step is done";
-  if (b === 0) return a === 1 ? "its key was dropped" : "released";
+  if (b === 0) return a === 1 ? (S.events ? "removed" : "its key was dropped") : "released";
   return describe(now);
 }
 let asked = 0;
@@ -323,13 +326,14 @@ const LIVES = 200;
 function blockHtml(f) {
   const life = f.life.slice(-LIVES).reverse().map((e) => `<tr><th>step ${e.step}</th><th>${clock(e.time)}</th><td>${escape(verb(e.old, e.new))}</td></tr>`).join("");
   const older = f.life.length > LIVES ? `<p class="hint">and ${f.life.length - LIVES} earlier changes</p>` : "";
-  const free = kindOf(f.code) === 0 && f.index >= 0 ? "last " : "";
-  const filled = f.index >= 0 ? `<tr><th>${free}filled by</th><td>${escape(f.request || "a request no longer remembered")}, entry ${f.index} of its row</td></tr>` +
+  const whose = ["last held by", "last held by", "last held by", "held by", "last held alone by"][kindOf(f.code)];
+  const filled = f.index >= 0 ? `<tr><th>${whose}</th><td>${escape(f.request || "a request no longer remembered")}, entry ${f.index} of its row</td></tr>` +
     `<tr><th>before it</th><td>${f.parent ? "block " + f.parent : "nothing, it is the first"}</td></tr>` : "";
   return `<h3>block ${f.block}</h3><table>` +
     (S.live ? "" : `<tr><th>at this step</th><td>${escape(describe(S.codes[f.block]))}</td></tr>`) +
-    `<tr><th>now</th><td>${escape(describe(f.code))}</td></tr><tr><th>references</th><td>${refsOf(f.code)}</td></tr>` +
-    `<tr><th>slots</th><td>${f.slots[0]} to ${f.slots[1]}</td></tr>${filled}<tr><th>hits</th><td>${f.hits}</td></tr></table>` +
+    `<tr><th>now</th><td>${escape(describe(f.code))}</td></tr>` +
+    (S.events ? `<tr><th>before it</th><td>${f.parent ? "block " + f.parent : "nothing, it is the first"}</td></tr></table><p class="hint">Events name blocks by hash; the number is this page's own.</p>`
+      : `<tr><th>references</th><td>${refsOf(f.code)}</td></tr><tr><th>slots</th><td>${f.slots[0]} to ${f.slots[1]}</td></tr>${filled}<tr><th>hits</th><td>${f.hits}</td></tr></table>`) +
     (f.tokens.length ? `<pre>${escape(f.text)}</pre><p class="hint">tokens ${f.tokens.join(" ")}</p>` : "") +
     `<h3>its life</h3><table id="life">${life || "<tr><td>nothing in the recorded time</td></tr>"}</table>${older}`;
 }
@@ -400,7 +404,7 @@ async function loadTree() {
   const nodes = await answer.json();
   if (pressed) return;
   $("tree").innerHTML = nodes.map((n) => `<div class="node" data-block="${n.block}" style="padding-left:${n.depth * 16}px" title="${escape(n.text)}">` +
-    `<b>${n.blocks}</b> block${n.blocks > 1 ? "s" : ""}, <b>${n.hits}</b> hit${n.hits === 1 ? "" : "s"}, ${n.refs} row${n.refs === 1 ? "" : "s"} <code>${escape(n.text.replace(/\s+/g, " "))}</code></div>`).join("") + (nodes.length >= 400 ? '<p class="hint">and more</p>' : "") || '<p class="hint">Nothing is cached.</p>';
+    `<b>${n.blocks}</b> block${n.blocks > 1 ? "s" : ""}${S.events ? "" : `, <b>${n.hits}</b> hit${n.hits === 1 ? "" : "s"}, ${n.refs} row${n.refs === 1 ? "" : "s"}`} <code>${escape(n.text.replace(/\s+/g, " "))}</code></div>`).join("") + (nodes.length >= 400 ? '<p class="hint">and more</p>' : "") || '<p class="hint">Nothing is cached.</p>';
 }
 
 /* ---- events ---- */
@@ -465,7 +469,9 @@ async function start() {
   if (S.chosen >= S.codes.length) S.chosen = -1;
   for (const frame of S.frames) for (const a of frame.a) { const r = S.requests.get(a[0]); if (r) r.from = frame.n; }
   for (const frame of S.frames) for (const e of frame.e) { const r = S.requests.get(e[0]); if (r) { r.to = frame.n; r.reason = e[1]; } }
-  $("model").textContent = `${state.model}, ${(state.num_blocks - 1).toLocaleString("en")} blocks of ${state.block_size} token${state.block_size === 1 ? "" : "s"}`;
+  S.model = state.model; S.events = Boolean(state.events);
+  document.body.classList.toggle("events", S.events);
+  if (S.events && S.tab === "requests") openTab("tree");
   layout();
   const same = before ? S.frames.findIndex((f) => f.n === before.n && f.t === before.t) : -1;
   if (same >= 0) moveTo(same + 1); // a page that was paused stays where it was
