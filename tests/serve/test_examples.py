@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import socket
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import pytest
 from serving import make_llm, running
 
 import blocktable
+from blocktable.cli import run
 from blocktable.serve.config import ServerConfig
 
 MARKS = ("--- JSON that follows a schema", "--- how likely a text is")
@@ -63,6 +65,44 @@ def test_python_of_the_guides(page, monkeypatch, tmp_path):
 def test_python_of_the_server_guide():
     with running(ServerConfig(port=0, served_name="smollm2")) as server:
         exec(snippets("docs/server.md").replace("http://127.0.0.1:8000", server.url), {})
+
+
+def test_the_curl_line_of_the_readme_is_answered():
+    (line,) = re.findall(r"^curl .*$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    words = shlex.split(line)
+    (header,) = [words[i + 1] for i, word in enumerate(words) if word == "-H"]
+    name, _, value = header.partition(": ")
+    with running(ServerConfig(port=0)) as server:
+        url = words[1].replace("http://127.0.0.1:8000", server.url)
+        answer = httpx.post(url, content=words[words.index("-d") + 1], headers={name: value},
+                            timeout=60)  # fmt: skip
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["choices"][0]["message"]["role"] == "assistant"
+
+
+def commands(page):
+    """The lines of a guide that call our command, and those it names in a sentence, without their
+    remarks."""
+    text = (ROOT / page).read_text()
+    blocks = re.findall(r"```\n(.*?)```", text, re.DOTALL)
+    lines = [line for block in blocks for line in block.splitlines()]
+    lines += re.findall(r"`(blocktable [^`]*)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
+    return [line.split("  #")[0].strip() for line in lines if line.startswith("blocktable ")]
+
+
+PAGES = ["README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_command_and_flag_of_the_guides_exists(page, capsys):
+    for line in commands(page):
+        words = shlex.split(line.split(" > ")[0])
+        assert run([words[1], "--help"]) == 0, line
+        told = capsys.readouterr().out
+        for word in words[2:]:
+            flag = word.split("=")[0]
+            if flag.startswith("-"):
+                assert re.search(rf"(?<![\w-]){re.escape(flag)}(?![\w-])", told), (line, flag)
 
 
 def test_make_serve_is_a_chat_with_the_inspector_open():
