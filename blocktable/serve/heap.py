@@ -10,6 +10,7 @@ the middle of the heap too; it takes 10 to 20 ms, in which whoever allocates may
 from __future__ import annotations
 
 import ctypes
+import os
 import threading
 from collections.abc import Callable
 
@@ -22,6 +23,18 @@ def find_trim() -> Callable[[], object] | None:
     except (AttributeError, OSError, TypeError):
         return None
     return lambda: trim(0)
+
+
+_M_ARENA_MAX = -8  # glibc's name for it in mallopt
+
+
+def use_one_arena() -> None:
+    """Let all threads allocate from the main heap, unless the environment says otherwise: a trim
+    does not reach the free end of any other, and each may keep 64 MiB there. Call it before there
+    are threads; does nothing where the C library is not glibc."""
+    if "MALLOC_ARENA_MAX" in os.environ or find_trim() is None:
+        return
+    ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
 
 
 class HeapTrimmer:

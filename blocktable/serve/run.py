@@ -11,6 +11,7 @@ from typing import Any
 
 from blocktable.core.errors import ConfigError
 from blocktable.serve.config import ServerConfig
+from blocktable.serve.heap import use_one_arena
 
 
 def serve(
@@ -32,6 +33,7 @@ def serve(
     from blocktable.llm import LLM
 
     listener = listen(config)
+    use_one_arena()
     llm = LLM(model, **options)
     engine: Any = llm.engine
     if prefill:

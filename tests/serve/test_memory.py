@@ -6,6 +6,7 @@ Each kind is sent until every store is full (they are made small here), and then
 import contextlib
 import ctypes
 import gc
+import os
 import subprocess
 import sys
 import threading
@@ -256,3 +257,38 @@ def test_a_trim_gives_back_what_is_free_in_the_middle_of_the_heap():
     done = subprocess.run([sys.executable, "-c", SPLIT_HEAP], capture_output=True, text=True,
                          check=True)  # fmt: skip
     assert float(done.stdout) > 150, f"{done.stdout} MiB of 190 were given back"
+
+
+THREADS_HEAP = """
+import ctypes, psutil, threading
+from blocktable.serve.heap import find_trim, use_one_arena
+use_one_arena()
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+libc.free.argtypes = [ctypes.c_void_p]
+resident = lambda: psutil.Process().memory_info().rss / 2**20
+def work():
+    libc.free(libc.malloc(30 * 2**20))  # from now on the heap is used for pieces of this size
+    blocks = [libc.malloc(100_000) for _ in range(500)]
+    for block in blocks:
+        ctypes.memset(block, 1, 100_000)
+    for block in blocks:
+        libc.free(block)
+    freed.set()
+    measured.wait()
+freed, measured = threading.Event(), threading.Event()
+before = resident()
+threading.Thread(target=work).start()
+freed.wait()
+find_trim()()
+print(resident() - before)
+measured.set()
+"""
+
+
+@pytest.mark.skipif(find_trim() is None, reason="this C library keeps nothing back")
+def test_a_trim_reaches_what_a_thread_freed():
+    env = {k: v for k, v in os.environ.items() if not k.startswith("MALLOC_")}
+    done = subprocess.run([sys.executable, "-c", THREADS_HEAP], capture_output=True, text=True,
+                          check=True, env=env)  # fmt: skip
+    assert float(done.stdout) < 2, f"{done.stdout} MiB of 48 were kept"
