@@ -371,8 +371,9 @@ function colourRows() {
 }
 function drawRowMap(canvas, row) {
   const ratio = window.devicePixelRatio || 1, width = Math.max(1, canvas.clientWidth);
-  let cell = 12;
-  while (cell > 1 && Math.ceil(row.length / Math.floor(width / cell)) * cell > 1600) cell--;
+  const tall = () => Math.ceil(row.length / Math.floor(width / cell)) * cell;
+  let cell = 12; // as large as lets the whole row be seen at once, while it can be pointed at
+  while (cell > 3 && tall() > window.innerHeight / 2 || cell > 1 && tall() > 1600) cell--;
   const columns = Math.max(1, Math.floor(width / cell)), lines = Math.ceil(row.length / columns);
   canvas.style.height = lines * cell + "px"; canvas.dataset.cell = cell; canvas.dataset.columns = columns;
   canvas.width = width * ratio; canvas.height = lines * cell * ratio;
