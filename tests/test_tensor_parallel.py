@@ -19,12 +19,12 @@ from blocktable.parallel.event_stream import EventSubscriber
 from blocktable.parallel.events import BlockCounter
 from blocktable.ranks import launch
 
-ROOT = Path(__file__).parent.parent
 sys.path.append(str(Path(__file__).parent / "engine"))
 
 from gguf_files import write_model
 from tiny_models import tiny_model
 
+ROOT = Path(__file__).parent.parent
 OPTIONS = {
     "dtype": "float32", "num_blocks": 24, "max_model_len": 160, "max_num_seqs": 8, "block_size": 8,
     "max_num_batched_tokens": 64, "seed": 0, "rank_timeout": 30.0,
@@ -37,6 +37,7 @@ PARAMS = [SamplingParams(max_tokens=24 + i, temperature=0.0, ignore_eos=True) fo
 
 
 def model_directory(path: Path, kv_heads: int, family: str) -> Path:
+    import transformers as hf
     from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, Qwen3Config
 
     shape = {
@@ -47,10 +48,26 @@ def model_directory(path: Path, kv_heads: int, family: str) -> Path:
     more = {
         "biased": {"attention_bias": True, "mlp_bias": True},
         "mixtral": {"num_local_experts": 4},
+        "olmo2": {"head_dim": 8},
+        "jamba": {
+            "head_dim": 8,
+            "attn_layer_offset": 1,
+            "attn_layer_period": 2,
+            "num_experts": 4,
+            "mamba_d_state": 8,
+            "mamba_dt_rank": 4,
+            "pad_token_id": 0,
+        },
     }
-    kinds = {"qwen3": Qwen3Config, "tied": Qwen3Config, "mixtral": MixtralConfig}
+    kinds = {
+        "qwen3": Qwen3Config,
+        "tied": Qwen3Config,
+        "mixtral": MixtralConfig,
+        "olmo2": hf.Olmo2Config,
+        "jamba": hf.JambaConfig,
+    }
     torch.manual_seed(0)
-    config = kinds.get(family, LlamaConfig)(**shape, **more.get(family, {}))
+    config = kinds.get(family, LlamaConfig)(**shape | more.get(family, {}))
     model = AutoModelForCausalLM.from_config(config)
     for name, weight in model.named_parameters():
         if name.endswith("bias"):
@@ -72,9 +89,10 @@ def answers(llm: LLM) -> list[list[int]]:
     [
         (2, 2, "llama", {}), (4, 2, "llama", {}), (2, 4, "qwen3", {}),
         (2, 2, "llama", {"async_steps": True}), (2, 2, "biased", {}), (2, 4, "tied", {}),
-        (2, 2, "mixtral", {}),
+        (2, 2, "mixtral", {}), (4, 2, "olmo2", {}), (4, 2, "jamba", {}),
     ],
-    ids=["split", "replicated", "qwen3", "two in flight", "biased", "tied", "experts"],
+    ids=["split", "replicated", "qwen3", "two in flight", "biased", "tied", "experts",
+         "heads gathered", "heads not split"],
 )  # fmt: skip
 def test_text_equals_the_single_rank_run(tmp_path, ranks, kv_heads, family, more):
     """Float32 over gloo, in a pool so small that requests are preempted and recomputed."""
@@ -85,7 +103,8 @@ def test_text_equals_the_single_rank_run(tmp_path, ranks, kv_heads, family, more
         assert answers(llm) == expected
         assert llm.engine.scheduler.stats.preemptions > 0
         weights = llm.engine.runner.model.parameters()
-        assert any(hasattr(weight, "placements") for weight in weights) == (family == "mixtral")
+        by_plan = any(hasattr(weight, "placements") for weight in weights)
+        assert by_plan == (family in ("mixtral", "olmo2", "jamba"))
     finally:
         llm.engine.runner.close_ranks()
 

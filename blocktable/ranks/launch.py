@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import Any, NamedTuple, NoReturn
 
 import torch
-from torch.distributed import TCPStore
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from blocktable.core.errors import ConfigError, RankError
 from blocktable.engine.options import EngineOptions
@@ -101,7 +101,7 @@ def meet(options: EngineOptions, port: int | None = None) -> TCPStore:
 
 def say_here(store: TCPStore, rank: int) -> None:
     """Tell rank 0 that this rank's process has come so far as to enter the world."""
-    store.set(f"here/{rank}", b"1")
+    store.set(f"here/{rank}", "1")
 
 
 def wait_for_processes(store: TCPStore, workers: Sequence[Any], options: EngineOptions) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from blocktable.core.errors import ConfigError, LoadError
+from blocktable.core.split_plan import is_own_heads, splits_heads
 from blocktable.engine.loader import BUNDLED, LoadedModel, begin
 from blocktable.engine.loader.dtypes import choose_dtype
 from blocktable.engine.loader.hub import load_tokenizer, one_line
@@ -55,10 +56,10 @@ def load_shard(
     local_only = not allow_download
     try:
         config = AutoConfig.from_pretrained(source, local_files_only=local_only)
-        _check_plan(AutoModelForCausalLM, config)
+        plan = _plan(AutoModelForCausalLM, config)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise LoadError(f"cannot load {source}: {one_line(error)}") from error
-    heads = _heads(config.get_text_config(), world_size, rank)
+    heads = _heads(config.get_text_config(), plan, world_size, rank)
     chosen = choose_dtype(dtype, device)
     try:
         with warnings.catch_warnings():
@@ -73,34 +74,41 @@ def load_shard(
     except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
         raise LoadError(f"cannot load rank {rank} of {source}: {one_line(error)}") from error
     if heads is not None:
-        _keep_heads(model, heads)
+        _keep_heads(model, heads, plan)
     found = tokenizer or load_tokenizer(source, local_only=local_only)
     return LoadedModel(model.eval(), found, source, owned=False)
 
 
-def _check_plan(auto: Any, config: Any) -> None:
+def _plan(auto: Any, config: Any) -> dict[str, str]:
+    """Style of each split layer, by the pattern of its name."""
     with torch.device("meta"):
         plan = auto.from_config(config)._tp_plan or {}
     if not any("layers" in name for name in plan):
         raise LoadError(f"transformers has no tensor-parallel plan for {config.model_type!r}")
+    return plan
 
 
-def _heads(config: Any, world_size: int, rank: int) -> Any:
-    """The KV heads this rank keeps where ranks must share them, None where the plan can split."""
+def _heads(config: Any, plan: dict[str, str], world_size: int, rank: int) -> Any:
+    """The KV heads this rank keeps where ranks must share them, None where the plan can split, or
+    where it leaves every rank all heads: attention is not split, or is brought together before."""
+    if not splits_heads(plan):
+        return None
     num_kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     held = kv_head_map(config.num_attention_heads, num_kv_heads, world_size, rank)
     return None if num_kv_heads % world_size == 0 else torch.from_numpy(held).long()
 
 
-def _keep_heads(model: Any, heads: torch.Tensor) -> None:
+def _keep_heads(model: Any, heads: torch.Tensor, plan: dict[str, str]) -> None:
     """Give this rank its heads' rows of the K and V projections, which the plan split evenly.
 
     Collective: the split parts are gathered, and each rank keeps what its query heads read.
     """
     found = 0
-    for module in model.modules():
+    for path, module in model.named_modules():
         if not all(isinstance(getattr(module, n, None), torch.nn.Linear) for n in _KV_PROJECTIONS):
             continue
+        if not all(is_own_heads(f"{path}.{name}", plan) for name in _KV_PROJECTIONS):
+            continue  # all heads come together on every rank, those of the queries too
         size, found = module.head_dim, found + 1
         rows = (heads[:, None] * size + torch.arange(size)).flatten()
         for name in _KV_PROJECTIONS:
