@@ -96,7 +96,7 @@ async def _validation_error(request: Request, error: Exception) -> Response:
     errors = error.errors()
     first = errors[0]
     if first["type"] == "json_invalid":
-        reason = first.get("ctx", {}).get("error", first["msg"])
+        reason = str(first.get("ctx", {}).get("error", first["msg"])).removesuffix(" at")
         return respond(
             ApiError(400, f"the body is not JSON: {reason} at character {first['loc'][-1]}")
         )

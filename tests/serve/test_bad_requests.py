@@ -245,6 +245,8 @@ def test_a_forgotten_content_type_is_named(http, kind):
 def test_where_a_body_stops_being_json_is_told(http):
     answer = http.post("/v1/completions", content=b'{"prompt": "x", "n": }', headers=JSON)
     assert "at character 21" in answer.json()["error"]["message"]
+    answer = http.post("/v1/completions", content=b'{"prompt": "x', headers=JSON)
+    assert "starting at character 11" in answer.json()["error"]["message"]
     zipped = gzip.compress(json.dumps(OK).encode())
     answer = http.post(
         "/v1/completions", content=zipped, headers={**JSON, "content-encoding": "gzip"}
