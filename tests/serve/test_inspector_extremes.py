@@ -152,6 +152,7 @@ def test_a_row_of_thousands_of_blocks(browser, long_server, long_request, width,
     picture(page, f"inspector-long-{scheme}-{width}")
     # the row is all there, in order, and each entry leads to its block
     page.click("#live")
+    page.wait_for_timeout(600)  # a look that was under way
     row = page.evaluate("inspector.S.shown.rows[0]")
     table = long_server.llm.engine.manager.tables[0]
     (line,) = np.flatnonzero(table.counts)
@@ -170,6 +171,25 @@ def test_a_row_of_thousands_of_blocks(browser, long_server, long_request, width,
     shows(page, "detail", f"entry {len(row) - 1} of its row")
     page.close()
     assert page.problems == []
+
+
+def test_a_row_that_is_looked_at_anew_does_not_flicker(browser, long_server, long_request):
+    """Whenever its map is in the page it is drawn."""
+    page = opened(browser, long_server)
+    page.evaluate(f"inspector.showRequest({long_request})")
+    page.wait_for_selector(".rowmap")
+    seen, blank = page.evaluate("""() => new Promise((done) => {
+        const maps = new Set();
+        let blank = 0;
+        const look = new MutationObserver(() => {
+            const map = document.querySelector(".rowmap");
+            if (map) { maps.add(map); blank += map.dataset.columns === undefined; }
+        });
+        look.observe(document.getElementById("detail"), { childList: true });
+        setTimeout(() => { look.disconnect(); done([maps.size, blank]); }, 3500);
+    })""")
+    assert seen >= 2 and blank == 0
+    page.close()
 
 
 def test_a_long_row_grows_and_goes(browser, long_server, long_request):

@@ -344,7 +344,7 @@ async function showRequest(number) {
   const [known, f] = answer, hit = Math.floor((f.cached || 0) / S.blockSize);
   S.shown = { request: number, rows: f.rows || [], hit, ended: !known || Boolean(f.ended && f.reason !== "preempted") };
   $("detail").innerHTML = known ? requestHtml(f, hit) : '<p class="hint">This request is no longer remembered.</p>';
-  S.dirty = true;
+  colourRows(); // at once: a row that is looked at anew every second must not flicker
 }
 function requestHtml(f, hit) {
   const many = (n) => n.toLocaleString("en");
