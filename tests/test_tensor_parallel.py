@@ -1,5 +1,6 @@
 """`LLM(..., tensor_parallel_size=n)`: the text of one rank, from several; and ranks that fail."""
 
+import json
 import os
 import signal
 import subprocess
@@ -8,6 +9,7 @@ import tempfile
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +19,7 @@ from blocktable.core.errors import BlocktableError, ConfigError, RankError
 from blocktable.engine.options import EngineOptions
 from blocktable.parallel.event_stream import EventSubscriber
 from blocktable.parallel.events import BlockCounter
-from blocktable.ranks import launch
+from blocktable.ranks import launch, same_model
 
 sys.path.append(str(Path(__file__).parent / "engine"))
 
@@ -249,6 +251,44 @@ def test_a_script_needs_no_guard_and_no_end(tmp_path, place):
     assert "leaked" not in run.stderr
 
 
+class TwoRanks:
+    """Rank 0's communicator where rank 1 always tells the same."""
+
+    def __init__(self, other):
+        self.other = other
+
+    def gather_objects(self, value):
+        return [value, json.loads(json.dumps(self.other(value)))]
+
+
+def test_another_configuration_on_a_rank_is_named_with_what_differs():
+    config = tiny_model("llama").config
+    elsewhere = {"_name_or_path": "/elsewhere", "transformers_version": "5.0", "dtype": "float16"}
+    told = []
+    same_model.check_config(config, TwoRanks(lambda value: told.append(value) or value))
+    moved = tiny_model("llama").config
+    moved.update(elsewhere)
+    same_model.check_config(moved, TwoRanks(lambda value: told[0]))
+    for change, message in [
+        ({"intermediate_size": 50}, "intermediate_size is 48 on rank 0 and 50 on rank 1$"),
+        ({"a": 1, "model_type": "x"}, "model_type is llama on rank 0 and x on rank 1; a is None"),
+        (dict.fromkeys("abcde", 1), "; and 2 more$"),
+        ({"long": "y" * 900}, "long is None on rank 0 and y{60}[.]{3} on rank 1$"),
+    ]:
+        with pytest.raises(ConfigError, match=f"rank 1 has another model than rank 0: .*{message}"):
+            same_model.check_config(config, TwoRanks(lambda told, change=change: told | change))
+
+
+def test_other_weights_under_the_same_configuration_are_told():
+    model, other = tiny_model("llama"), tiny_model("llama")
+    other.model.layers[1].input_layernorm.weight.data[3] += 1e-3
+    told = []
+    same_model.check_weights(other, TwoRanks(lambda value: told.append(value) or value))
+    same_model.check_weights(model, TwoRanks(lambda value: value))
+    with pytest.raises(ConfigError, match="rank 1 has other weights than rank 0"):
+        same_model.check_weights(model, TwoRanks(lambda value: told[0]))
+
+
 SCRIPT = """
 import sys
 from blocktable import LLM, SamplingParams
@@ -259,6 +299,27 @@ llm.engine.runner.close_ranks()
 """
 
 
+def torchrun(script: Path, *arguments: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
+         str(script), *map(str, arguments)],
+        capture_output=True, text=True, timeout=120, check=False,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+
+
+def test_a_rank_with_another_model_ends_the_start_on_all(tmp_path):
+    """Its KV cache is of the same geometry, so that nothing else would tell."""
+    first = model_directory(tmp_path / "first", 2, "llama")
+    second = model_directory(tmp_path / "second", 2, "biased")
+    script = tmp_path / "serve.py"
+    script.write_text(SCRIPT.replace("sys.argv[1]", "sys.argv[1 + int(os.environ['RANK'])]")
+                      .replace("import sys", "import os, sys"))  # fmt: skip
+    run = torchrun(script, first, second)
+    assert run.returncode != 0 and "tokens" not in run.stdout
+    assert run.stderr.count("rank 1 has another model than rank 0: attention_bias is False") == 2
+
+
 def test_torchrun(tmp_path):
     directory = model_directory(tmp_path / "model", 2, "llama")
     script = tmp_path / "serve.py"
@@ -266,11 +327,6 @@ def test_torchrun(tmp_path):
     single = LLM(str(directory), dtype="float32", num_blocks=20, max_model_len=64)
     params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
     expected = single.generate([[3, 4, 5]], params)[0].outputs[0].token_ids
-    run = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
-         str(script), str(directory)],
-        capture_output=True, text=True, timeout=120, check=False,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
+    run = torchrun(script, directory)
     assert run.returncode == 0, run.stderr[-2000:]
     assert run.stdout.count("tokens") == 1 and f"tokens {expected}" in run.stdout

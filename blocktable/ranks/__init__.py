@@ -20,4 +20,5 @@ the process.
     engine.py   what each rank builds: the engine on rank 0, a runner that follows elsewhere
     steps.py    a step on rank 0 (told to the others) and on the others (run as told)
     shards.py   one rank's part of a model
+    same_model.py  whether all ranks have the same one
 """

@@ -10,6 +10,7 @@ import sys
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -43,6 +44,7 @@ from blocktable.ranks.launch import (
     wait_for_processes,
 )
 from blocktable.ranks.local import make_local
+from blocktable.ranks.same_model import check_config, check_weights
 from blocktable.ranks.shards import load_shard, shardable
 from blocktable.ranks.steps import FollowingRunner, LeadingRunner
 
@@ -176,6 +178,7 @@ def _prepare(
     if options.context_parallel_size > 1:
         share = ContextRank(communicator, options.context_parallel_interleave)
     loaded = _load(source, options, communicator, tokenizer)
+    check_weights(loaded.model, communicator)
     if options.tensor_parallel_size > 1 and not make_local(loaded.model, communicator):
         options = replace(options, cuda_graphs=False)  # ranks were seen to stall in a capture
     return prepare_engine(loaded, options, agree=agree_with_ranks, share=share), capacities
@@ -189,9 +192,12 @@ def _load(
         return load_shard(
             source.model, communicator.rank, communicator.world_size, dtype=options.dtype,
             device=options.device, allow_download=source.allow_download, tokenizer=tokenizer,
+            check=partial(check_config, communicator=communicator),
         )  # fmt: skip
     loading = begin(source.model, allow_download=source.allow_download)
-    return loading.finish(options.dtype, options.device, tokenizer)
+    loaded = loading.finish(options.dtype, options.device, tokenizer)
+    check_config(loaded.model.config, communicator)
+    return loaded
 
 
 def _follow(

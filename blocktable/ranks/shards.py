@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 
 from blocktable.core.errors import ConfigError, LoadError
 from blocktable.core.split_plan import is_own_heads, splits_heads
-from blocktable.engine.loader import BUNDLED, LoadedModel, begin
+from blocktable.engine.loader import BUNDLED, LoadedModel, begin, check_path
 from blocktable.engine.loader.dtypes import choose_dtype
 from blocktable.engine.loader.hub import load_tokenizer, one_line
 from blocktable.engine.options import EngineOptions
@@ -27,8 +27,10 @@ def shardable(source: str, options: EngineOptions) -> Iterator[tuple[str, Any]]:
 
     A GGUF file is written out as a Hugging Face directory for the length of the ``with`` block,
     since the plan is applied while weights are read; that takes its size in the chosen dtype on
-    disk. Everything else, and every model that is not split, is its own source.
+    disk. Everything else, and every model that is not split, is its own source. Raises LoadError
+    for a path where nothing is.
     """
+    check_path(source)
     is_file = source in BUNDLED or source.lower().endswith(".gguf")
     if options.tensor_parallel_size == 1 or not is_file:
         yield source, None
@@ -44,12 +46,14 @@ def shardable(source: str, options: EngineOptions) -> Iterator[tuple[str, Any]]:
 def load_shard(
     source: str, rank: int, world_size: int, *, dtype: str, device: str,
     allow_download: bool = False, tokenizer: Any = None,
+    check: Callable[[Any], None] = lambda config: None,
 ) -> LoadedModel:  # fmt: skip
     """This rank's part of the causal language model in a directory or under an id.
 
     torch.distributed must be initialised. KV heads are shared out, or, where there are fewer than
-    ranks, held by every rank whose query heads read them. Raises LoadError where transformers has
-    no plan for the family, ConfigError where the heads cannot be spread.
+    ranks, held by every rank whose query heads read them. ``check`` is shown the configuration
+    before any weight is read. Raises LoadError where transformers has no plan for the family,
+    ConfigError where the heads cannot be spread.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -59,6 +63,7 @@ def load_shard(
         plan = _plan(AutoModelForCausalLM, config)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise LoadError(f"cannot load {source}: {one_line(error)}") from error
+    check(config)
     heads = _heads(config.get_text_config(), plan, world_size, rank)
     chosen = choose_dtype(dtype, device)
     try:
