@@ -187,6 +187,16 @@ class LLM:
         )
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
+    def close(self) -> None:
+        """End what runs beside this object: the other ranks, which answer nothing any more, and the
+        publisher of events. Idempotent; without it both end with the object or with Python."""
+        for end in (
+            getattr(self.engine.runner, "close_ranks", None),
+            getattr(getattr(self.engine, "publisher", None), "close", None),
+        ):
+            if end is not None:
+                end()
+
     def stats(self) -> dict[str, Any]:
         """What happened so far: the scheduler's counters and the cache's."""
         return {"scheduler": self.engine.scheduler.stats, "cache": self.engine.manager.stats()}

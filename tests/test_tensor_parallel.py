@@ -129,6 +129,27 @@ def test_a_rank_killed_in_mid_decode_ends_the_engine_with_its_name(tmp_path):
         llm.engine.runner.close_ranks()
 
 
+def test_an_engine_is_closed_once_for_all_and_another_may_follow(tmp_path):
+    """A second at the same time is refused and leaves the first as it was; a closed one says so."""
+    directory, params = model_directory(tmp_path, 2, "llama"), PARAMS[0]
+    first = LLM(str(directory), tensor_parallel_size=2, **OPTIONS)
+    expected = first.generate(PROMPTS[0], params)[0].outputs[0].token_ids
+    with pytest.raises(ConfigError, match=r"another engine .* is alive .* LLM.close"):
+        LLM(str(directory), tensor_parallel_size=2, **OPTIONS)
+    assert first.generate(PROMPTS[0], params)[0].outputs[0].token_ids == expected
+    first.close()
+    first.close()
+    with pytest.raises(RankError, match="this engine was closed"):
+        first.generate(PROMPTS[0], params)
+    options = OPTIONS | {"kv_events": "tcp://127.0.0.1:*"}
+    second = LLM(str(directory), tensor_parallel_size=2, **options)
+    assert second.generate(PROMPTS[0], params)[0].outputs[0].token_ids == expected
+    second.close()
+    second.close()
+    assert not torch.distributed.is_initialized()
+    assert not torch.multiprocessing.active_children()
+
+
 def test_a_stalled_rank_ends_the_engine_within_its_time(tmp_path):
     """Stopped, not dead: nothing but silence tells. Start-up waits longer than a step may."""
     directory = model_directory(tmp_path, 2, "llama")

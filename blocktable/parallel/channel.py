@@ -97,7 +97,9 @@ class DriverChannel:
         self._collect(lambda ack: True, "did not join", step=None)
 
     def publish(self, data: bytes) -> None:
-        """Send a message to every rank. Does not block."""
+        """Send a message to every rank. Does not block. RankError once the channel is closed."""
+        if self._socket.closed:
+            raise RankError("this engine was closed: its other ranks have ended")
         for rank in self._ranks:
             self._socket.send_multipart([_identity(rank), data])
 

@@ -73,7 +73,9 @@ def build_parallel_engine(
         raise ConfigError("several ranks need a model by its name or path, not a model object")
     place = torchrun_place(options)
     if place is None and torch.distributed.is_initialized():
-        raise ConfigError("another engine of several ranks is alive in this process: close it")
+        raise ConfigError(
+            "another engine of several ranks is alive in this process: close it first, LLM.close()"
+        )
     options = _for_ranks(options)
     with shardable(str(model), options) as (path, own_tokenizer):
         source = Source(path, allow_download)
