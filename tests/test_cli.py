@@ -83,3 +83,25 @@ def test_without_a_command_the_help_is_shown_and_no_empty_error(capsys):
     assert run([]) == 2
     out, err = capsys.readouterr()
     assert "Usage" in out + err and not err.rstrip().endswith("blocktable:")
+
+
+def test_the_servers_flags_are_the_engines_options(monkeypatch):
+    """Each flag arrives as the option it names; what was not given is the engine's default."""
+    import blocktable.serve.run as server
+    from blocktable.engine.options import EngineOptions
+
+    told: list[dict] = []
+    monkeypatch.setattr(
+        server, "serve_role", lambda model, role, config, options, **_: told.append(options)
+    )
+    flags = {
+        "draft-tokens": 3, "policy": "priority", "preemption": "swap", "num-host-blocks": 9,
+        "eviction": "reuse", "retain-share": 0.25, "kv-events": "tcp://127.0.0.1:*",
+        "kv-events-replay": "tcp://127.0.0.1:*", "seed": 7, "gpu-memory-utilization": 0.5,
+        "rank-timeout": 12.5, "max-num-seqs": 5, "block-size": 8,
+    }  # fmt: skip
+    assert not run(["serve", *(f"--{name}={value}" for name, value in flags.items())])
+    made, plain = EngineOptions(**told[0]), EngineOptions(max_num_seqs=5, block_size=8)
+    names = {"draft-tokens": "num_draft_tokens"}
+    changed = {names.get(name, name.replace("-", "_")): value for name, value in flags.items()}
+    assert vars(made) == vars(plain) | changed

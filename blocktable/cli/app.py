@@ -129,6 +129,7 @@ def serve(
     context_parallel_interleave: Annotated[
         int | None, typer.Option("--cp-interleave", help="Neighbouring positions on one rank.")
     ] = None,
+    rank_timeout: opt.RankTimeout = None,
     ray: Annotated[bool, typer.Option("--ray", help="Replicas by Ray Serve, one router.")] = False,
     replicas: Annotated[int, typer.Option(help="How many with --ray.", min=1)] = 3,
     block_size: opt.BlockSize = 16,
@@ -138,8 +139,18 @@ def serve(
     max_num_batched_tokens: opt.MaxBatchedTokens = None,
     prefix_caching: opt.PrefixCaching = True,
     chunked_prefill: opt.ChunkedPrefill = True,
+    draft_tokens: opt.DraftTokens = None,
+    policy: opt.Policy = None,
+    preemption: opt.Preemption = None,
+    num_host_blocks: opt.HostBlocks = None,
+    eviction: opt.Eviction = None,
+    retain_share: opt.RetainShare = None,
+    kv_events: opt.KVEvents = None,
+    kv_events_replay: opt.KVEventsReplay = None,
+    seed: opt.EngineSeed = None,
     dtype: opt.DType = "auto",
     device: opt.Device = None,
+    gpu_memory_utilization: opt.GpuMemory = None,
     attention_backend: opt.AttentionBackend = None,
 ) -> None:
     """Serve a model to OpenAI clients, with the inspector at /inspect."""
@@ -154,10 +165,13 @@ def serve(
         block_size=block_size, num_blocks=num_blocks, max_model_len=max_model_len,
         max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens,
         enable_prefix_caching=prefix_caching, enable_chunked_prefill=chunked_prefill,
-        dtype=dtype, device=device, attention_backend=attention_backend,
-        tensor_parallel_size=tensor_parallel_size,
+        num_draft_tokens=draft_tokens, policy=policy, preemption=preemption,
+        num_host_blocks=num_host_blocks, eviction=eviction, retain_share=retain_share,
+        kv_events=kv_events, kv_events_replay=kv_events_replay, seed=seed,
+        dtype=dtype, device=device, gpu_memory_utilization=gpu_memory_utilization,
+        attention_backend=attention_backend, tensor_parallel_size=tensor_parallel_size,
         context_parallel_size=context_parallel_size,
-        context_parallel_interleave=context_parallel_interleave,
+        context_parallel_interleave=context_parallel_interleave, rank_timeout=rank_timeout,
     )  # fmt: skip
     if ray:
         from blocktable.serve.ray_serve import serve_ray

@@ -59,6 +59,39 @@ AttentionBackend = Annotated[
         rich_help_panel=_ENGINE,
     ),
 ]
+Eviction = Annotated[
+    str | None, typer.Option(help="Which cached blocks go: lru or reuse.", rich_help_panel=_ENGINE)
+]
+RetainShare = Annotated[
+    float | None, typer.Option(help="Share of the pool that hints keep.", rich_help_panel=_ENGINE)
+]
+Policy = Annotated[
+    str | None, typer.Option(help="Who runs first: fcfs or priority.", rich_help_panel=_ENGINE)
+]
+Preemption = Annotated[
+    str | None, typer.Option(help="A victim's blocks: recompute or swap.", rich_help_panel=_ENGINE)
+]
+HostBlocks = Annotated[
+    int | None, typer.Option(help="Host blocks for --preemption swap.", rich_help_panel=_ENGINE)
+]
+EngineSeed = Annotated[
+    int | None, typer.Option("--seed", help="Fixes draws and keys.", rich_help_panel=_ENGINE)
+]
+GpuMemory = Annotated[
+    float | None,
+    typer.Option(
+        "--gpu-memory-utilization", help="Share of a GPU to take.", rich_help_panel=_ENGINE
+    ),
+]
+KVEvents = Annotated[
+    str | None,
+    typer.Option(help="Publish cache events, tcp://*:5557.", rich_help_panel=_ENGINE),
+]
+KVEventsReplay = Annotated[
+    str | None,
+    typer.Option(help="Where missed events are asked for.", rich_help_panel=_ENGINE),
+]
+RankTimeout = Annotated[float | None, typer.Option(help="Seconds until a silent rank is a fault.")]
 Device = Annotated[str | None, typer.Option(help="cpu or cuda[:n].", rich_help_panel=_ENGINE)]
 
 

@@ -46,6 +46,8 @@ def serve(
     print(f"serving {name} at http://{host}:{port}/v1", file=sys.stderr)
     if config.inspector:
         print(f"inspector at http://{host}:{port}/inspect", file=sys.stderr, flush=True)
+    if (publisher := getattr(llm.engine, "publisher", None)) is not None:
+        print(f"KV events at {publisher.endpoint}", file=sys.stderr, flush=True)
     http: Any = guarded_protocol(config.read_seconds, config.max_head_bytes)
     settings = uvicorn.Config(
         app, http=http, log_level="warning", access_log=False, lifespan="on",
