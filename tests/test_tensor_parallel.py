@@ -51,6 +51,7 @@ def model_directory(path: Path, kv_heads: int, family: str) -> Path:
         "biased": {"attention_bias": True, "mlp_bias": True},
         "mixtral": {"num_local_experts": 4},
         "olmo2": {"head_dim": 8},
+        "phi": {"head_dim": 8},
         "jamba": {
             "head_dim": 8,
             "attn_layer_offset": 1,
@@ -67,6 +68,7 @@ def model_directory(path: Path, kv_heads: int, family: str) -> Path:
         "mixtral": MixtralConfig,
         "olmo2": hf.Olmo2Config,
         "jamba": hf.JambaConfig,
+        "phi": hf.PhiConfig,
     }
     torch.manual_seed(0)
     config = kinds.get(family, LlamaConfig)(**shape | more.get(family, {}))
@@ -92,9 +94,10 @@ def answers(llm: LLM) -> list[list[int]]:
         (2, 2, "llama", {}), (4, 2, "llama", {}), (2, 4, "qwen3", {}),
         (2, 2, "llama", {"async_steps": True}), (2, 2, "biased", {}), (2, 4, "tied", {}),
         (2, 2, "mixtral", {}), (4, 2, "olmo2", {}), (4, 2, "jamba", {}),
+        (2, 8, "phi", {}),
     ],
     ids=["split", "replicated", "qwen3", "two in flight", "biased", "tied", "experts",
-         "heads gathered", "heads not split"],
+         "heads gathered", "heads not split", "digits in names"],
 )  # fmt: skip
 def test_text_equals_the_single_rank_run(tmp_path, ranks, kv_heads, family, more):
     """Float32 over gloo, in a pool so small that requests are preempted and recomputed."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
+_INDEX = re.compile(r"\.\d+(?=\.|$)")  # of a layer; digits within a name, as in fc1, stay
 _OWN_HEADS = "colwise"  # each rank goes on with its part; other styles bring the parts together
 _PROJECTIONS = ("k_proj", "v_proj", "query_key_value", "qkv_proj")
 _WHOLE = ("replicated", "moe_tp_experts", "sequence_parallel")
@@ -25,7 +26,7 @@ def is_own_heads(name: str, plan: Mapping[str, str]) -> bool:
 
 def style_of(name: str, plan: Mapping[str, str]) -> str | None:
     """The style of a layer, or of a weight by its layer; None for one that every rank has whole."""
-    pattern = re.sub(r"\d+", "*", name)
+    pattern = _INDEX.sub(".*", name)
     return plan.get(pattern, plan.get(pattern.rpartition(".")[0]))
 
 

@@ -15,7 +15,6 @@ small model's step is 10 times as fast as by its distributed tensors. Other laye
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from blocktable.core.protocols import Communicator
+from blocktable.core.split_plan import style_of
 
 _GATHERED = ("colwise_gather_output", "colwise_rep")
 
@@ -83,8 +83,7 @@ def make_local(model: Any, communicator: Communicator) -> bool:
     """
     plan = model.tp_plan or {}
     for name, module in list(model.named_modules()):
-        style = plan.get(re.sub(r"\d+", "*", name))
-        local = _counterpart(module, style, communicator)
+        local = _counterpart(module, style_of(name, plan), communicator)
         if local is not None:
             parent, _, child = name.rpartition(".")
             setattr(model.get_submodule(parent), child, local)

@@ -48,3 +48,10 @@ def test_which_weights_are_split(weight, split):
 def test_a_layers_index_is_any_number():
     assert style_of("layers.103.self_attn.o_proj", LLAMA) == "rowwise"
     assert style_of("layers.self_attn.o_proj", LLAMA) is None
+
+
+@pytest.mark.parametrize("name", ["fc1", "fc2", "dense_h_to_4h", "w13"])
+def test_digits_within_a_name_are_part_of_it(name):
+    plan = {f"layers.*.mlp.{name}": "colwise"}
+    assert style_of(f"layers.12.mlp.{name}", plan) == "colwise"
+    assert is_split(f"layers.12.mlp.{name}.bias", plan)
