@@ -19,6 +19,7 @@ from blocktable.core.errors import BlocktableError, ConfigError, RankError
 from blocktable.engine.options import EngineOptions
 from blocktable.parallel.event_stream import EventSubscriber
 from blocktable.parallel.events import BlockCounter
+from blocktable.plan import plan
 from blocktable.ranks import launch, same_model
 
 sys.path.append(str(Path(__file__).parent / "engine"))
@@ -107,6 +108,11 @@ def test_text_equals_the_single_rank_run(tmp_path, ranks, kv_heads, family, more
     try:
         assert answers(llm) == expected
         assert llm.engine.scheduler.stats.preemptions > 0
+        made = plan(
+            str(directory), gpu="h200", requests=1, context=160, block_size=8, kv_dtype="float32",
+            tensor_parallel_size=ranks, weight_bytes=0, activation_bytes=0,
+        )  # fmt: skip
+        assert made.block_bytes == llm.engine.layout.bytes_per_block
         weights = llm.engine.runner.model.parameters()
         by_plan = any(hasattr(weight, "placements") for weight in weights)
         assert by_plan == (family in ("mixtral", "olmo2", "jamba"))

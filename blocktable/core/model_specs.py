@@ -72,9 +72,10 @@ class ModelConfig:
 
     @property
     def num_layers(self) -> int:
-        pattern = self.get("hybrid_override_pattern")
-        if pattern and not self.get("num_hidden_layers"):
-            return len(pattern)
+        if not self.get("num_hidden_layers"):
+            for name in ("layers_block_type", "hybrid_override_pattern"):  # one entry a layer
+                if self.get(name):
+                    return len(self.get(name))
         return self.need("num_hidden_layers")
 
     @property
@@ -209,18 +210,21 @@ def model_layers(
     tensor_parallel_size: int = 1,
     latent_form: LatentForm = "expanded",
     state_dtype: str | None = None,
+    state_parallel_size: int | None = None,
 ) -> list[LayerSpec]:
     """What each layer of one rank caches, in order, layers that cache nothing left out.
 
     ``latent_form`` says how multi-head latent attention is kept: "expanded" as one K and one V
     vector a head (what transformers' models hand to attention, and this engine caches), "latent"
     as the compressed vector that engines with absorbed projections cache. ``dtype`` is the KV
-    cache's, ``state_dtype`` (by default the same) that of recurrent states.
+    cache's, ``state_dtype`` (by default the same) that of recurrent states, which
+    ``state_parallel_size`` ranks share (by default as many as share the heads).
     """
     fields = config if isinstance(config, ModelConfig) else ModelConfig(config)
     build = _Builder(
-        fields, block_size, dtype, tensor_parallel_size, latent_form, state_dtype or dtype
-    )
+        fields, block_size, dtype, tensor_parallel_size, latent_form, state_dtype or dtype,
+        tensor_parallel_size if state_parallel_size is None else state_parallel_size,
+    )  # fmt: skip
     shared = int(fields.get("num_kv_shared_layers", 0))
     kinds = layer_kinds(fields)
     layers = []
@@ -242,6 +246,7 @@ class _Builder:
     ranks: int
     latent_form: LatentForm
     state_dtype: str
+    state_ranks: int
 
     def layer(self, index: int, kind: LayerKind) -> LayerSpec:
         name = f"layers.{index}"
@@ -297,9 +302,9 @@ class _Builder:
         return MambaSpec(block_size=self.block_size, shapes=shapes, dtypes=dtypes)
 
     def _share(self, name: str, value: int) -> int:
-        if value % self.ranks:
-            raise ConfigError(f"{name} {value} cannot be spread over {self.ranks} ranks")
-        return value // self.ranks
+        if value % self.state_ranks:
+            raise ConfigError(f"{name} {value} cannot be spread over {self.state_ranks} ranks")
+        return value // self.state_ranks
 
     def _mamba(self) -> tuple[tuple[int, ...], ...]:
         """Convolution window and state-space state; Mamba 2 has heads, Mamba 1 has not."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from blocktable.core.errors import LoadError
+from blocktable.core.split_plan import is_split
 from blocktable.engine.loader import BUNDLED, check_path
 
 
@@ -16,11 +17,15 @@ class ReadConfig(NamedTuple):
     """``values`` has the defaults of the model's family filled in where transformers knows it.
 
     ``num_parameters`` counts the model built without memory; None where transformers cannot.
+    ``num_whole`` of them stay whole on every rank under ``split_plan``, transformers' plan for the
+    family: empty where it has none, None where the family is unknown.
     """
 
     name: str
     values: dict[str, Any]
     num_parameters: int | None
+    num_whole: int = 0
+    split_plan: Mapping[str, str] | None = None
 
 
 def read_config(model: str | Path | Mapping[str, Any], *, count: bool = True) -> ReadConfig:
@@ -32,7 +37,10 @@ def read_config(model: str | Path | Mapping[str, Any], *, count: bool = True) ->
     known = _known_to_transformers(raw)
     if known is None:
         return ReadConfig(name, dict(raw), None)
-    return ReadConfig(name, known.to_dict(), _count_parameters(known) if count else None)
+    plan = getattr(known.get_text_config(), "base_model_tp_plan", None) or {}
+    plan = plan if any("layers" in layer for layer in plan) else {}
+    total, whole = _count_parameters(known) if count else (None, 0)
+    return ReadConfig(name, known.to_dict(), total, whole, plan)
 
 
 def _read_json(model: str | Path) -> Mapping[str, Any]:
@@ -77,7 +85,8 @@ def _known_to_transformers(raw: Mapping[str, Any]) -> Any | None:
         return None
 
 
-def _count_parameters(config: Any) -> int | None:
+def _count_parameters(config: Any) -> tuple[int | None, int]:
+    """All parameters, and those that the family's plan leaves whole on every rank."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -85,5 +94,7 @@ def _count_parameters(config: Any) -> int | None:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
     except Exception:  # no causal language model of this family, or a dependency is missing
-        return None
-    return sum(parameter.numel() for parameter in model.parameters())
+        return None, 0
+    plan = getattr(model, "_tp_plan", None) or {}
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    return sum(sizes.values()), sum(n for name, n in sizes.items() if not is_split(name, plan))

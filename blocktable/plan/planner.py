@@ -34,10 +34,13 @@ from blocktable.core.specs import (
     ceil_div,
     dtype_bytes,
 )
+from blocktable.core.split_plan import splits_heads
 from blocktable.plan.config_reader import ReadConfig, read_config
 from blocktable.plan.gpus import find_device
 
 ENTRY_BYTES = 4
+UNBOUNDED = 1 << 40
+"""Longest context of a model that keeps windows and states alone."""
 FAMILIAR_SHARED_MEMORY = 48 * 1024  # what any CUDA kernel may use without asking for more
 
 
@@ -147,12 +150,25 @@ class PlanOptions:
     shared_memory_bytes: int = FAMILIAR_SHARED_MEMORY
 
     def __post_init__(self) -> None:
-        for name in ("requests", "tensor_parallel_size", "block_size", "max_num_batched_tokens"):
+        for name, least in _LEAST.items():
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigError(f"{name} must be a positive integer, got {value!r}")
-        if self.context is not None and self.context < 1:
-            raise ConfigError(f"context must be positive, got {self.context}")
+            if value is None and name in _OPTIONAL:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                kind = "a positive integer" if least else "an integer of at least 0"
+                raise ConfigError(f"{name} must be {kind}, got {value!r}")
+            if value > UNBOUNDED << 20:
+                raise ConfigError(f"{name} must be at most {UNBOUNDED << 20}, got {value}")
+        if not isinstance(self.gpu, str):
+            raise ConfigError(f"gpu must be a device's name, got {self.gpu!r}")
+
+
+_LEAST = {
+    "requests": 1, "tensor_parallel_size": 1, "block_size": 1, "max_num_batched_tokens": 1,
+    "context": 1, "gpu_memory_bytes": 1, "weight_bytes": 0, "activation_bytes": 0,
+    "shared_memory_bytes": 0,
+}  # fmt: skip
+_OPTIONAL = ("context", "gpu_memory_bytes", "weight_bytes", "activation_bytes")
 
 
 def plan(model: str | Path | Mapping[str, Any], **options: Any) -> Plan:
@@ -181,17 +197,47 @@ class _Planner:
         self.fields = ModelConfig(read.values)
         self.notes: list[str] = []
         self.dtype = options.kv_dtype or self._model_dtype()
+        head_ranks, state_ranks = self._ranks_that_share()
         self.layers = model_layers(
             self.fields,
             block_size=options.block_size,
             dtype=self.dtype,
-            tensor_parallel_size=options.tensor_parallel_size,
+            tensor_parallel_size=head_ranks,
             latent_form=options.latent_form,
             state_dtype=self._model_dtype(),
+            state_parallel_size=state_ranks,
         )
+        if head_ranks > 1 and any(layer.spec is not None for layer in self.layers):
+            self._check_query_heads(head_ranks)
         self.grouping = group_model(self.layers)
         self.groups = self.grouping.groups
         self.context = options.context or self._own_context()
+
+    def _ranks_that_share(self) -> tuple[int, int]:
+        """Ranks that share the KV heads, and the recurrent states. What transformers' plan for the
+        family leaves whole, each rank keeps whole, as in this engine; a family without a plan is
+        taken to be split evenly."""
+        ranks, plan = self.options.tensor_parallel_size, self.read.split_plan
+        if ranks == 1 or plan is None:
+            return ranks, ranks
+        if not plan:
+            self.notes.append(
+                f"this engine has no tensor parallelism for {self.fields.model_type!r}, since "
+                "transformers has no plan for it: an even split is assumed"
+            )
+            return ranks, ranks
+        if splits_heads(plan):
+            return ranks, 1
+        self.notes.append(
+            f"transformers' plan for {self.fields.model_type!r} does not split attention: every "
+            "rank keeps the KV of all heads"
+        )
+        return 1, 1
+
+    def _check_query_heads(self, ranks: int) -> None:
+        heads = self.fields.need("num_attention_heads")
+        if heads % ranks:
+            raise ConfigError(f"{heads} query heads cannot be spread over {ranks} ranks")
 
     def _own_context(self) -> int:
         if self.fields.get("max_position_embeddings") is None:
@@ -275,8 +321,13 @@ class _Planner:
                 "give weight_bytes"
             )
         size = dtype_bytes(options.weight_dtype or self._model_dtype())
-        self.notes.append(f"weights: {count} parameters, {size} bytes each, split evenly by rank")
-        return ceil_div(count * size, options.tensor_parallel_size)
+        whole = self.read.num_whole if self.read.split_plan else 0
+        if options.tensor_parallel_size == 1:
+            whole = 0
+        kept = f", {whole} of them whole on every rank" if whole else ""
+        split = f", split by rank{kept}" if options.tensor_parallel_size > 1 else ""
+        self.notes.append(f"weights: {count} parameters, {size} bytes each{split}")
+        return whole * size + ceil_div((count - whole) * size, options.tensor_parallel_size)
 
     def _activations(self) -> int:
         """Peak of one forward pass, an estimate: five hidden vectors and two of the feed-forward
@@ -311,12 +362,14 @@ class _Planner:
         return geometry.row_width(length * group.kv_cache_spec.block_size)
 
     def _longest(self, num_blocks: int) -> int:
-        """Longest context, in whole blocks, at which all the requests fit at once."""
+        """Longest context, in whole blocks, at which all the requests fit at once, or UNBOUNDED."""
         share = (num_blocks - 1) // self.options.requests
         size = self.options.block_size
         low, high = 0, max(share, 0) + 1
-        while self._blocks(high * size) <= share and high * size < 1 << 40:
-            high *= 2  # window groups stop growing
+        while self._blocks(high * size) <= share:
+            if high * size >= UNBOUNDED:  # window groups stop growing
+                return UNBOUNDED
+            high *= 2
         while low < high - 1:
             middle = (low + high) // 2
             low, high = (middle, high) if self._blocks(middle * size) <= share else (low, middle)

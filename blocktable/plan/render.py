@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from blocktable.core.errors import ConfigError
-from blocktable.plan.planner import Plan
+from blocktable.plan.planner import UNBOUNDED, Plan
 
 _FIRST_COLUMN = 14  # characters: kinds of groups are told whole
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
@@ -76,7 +76,9 @@ def _summary(plan: Plan) -> Any:
         (f"request of {plan.context:,} tokens", f"{plan.request_blocks:,} blocks, "
                                                 f"{size(plan.request_bytes)}"),
         ("such requests at once", f"{plan.max_requests:,}: {plan.requests:,} {verdict}"),
-        (f"longest context for {plan.requests:,}", f"{plan.longest_context:,} tokens"),
+        (f"longest context for {plan.requests:,}",
+         "without limit" if plan.longest_context == UNBOUNDED
+         else f"{plan.longest_context:,} tokens"),
         ("block table, a row", f"{t.row_bytes:,} B"),
         ("block tables, host / device", f"{size(t.host_bytes)} / {size(t.device_bytes)}"),
         ("entry as share of its block", percent(t.share_of_cache)),

@@ -9,6 +9,7 @@ from rich.console import Console
 from blocktable.cli import run
 from blocktable.core.errors import ConfigError, LoadError
 from blocktable.plan import as_json, plan, plot, render
+from blocktable.plan.planner import UNBOUNDED
 from blocktable.plan.render import percent
 
 LLAMA_8B = {
@@ -55,7 +56,9 @@ def test_ranks_share_the_cache_and_the_weights():
     one = plan(LLAMA_8B, gpu="h200", requests=1)
     two = plan(LLAMA_8B, gpu="h200", requests=1, tensor_parallel_size=2)
     assert two.bytes_per_token * 2 == one.bytes_per_token
-    assert one.weight_bytes == 8_030_261_248 * 2 == two.weight_bytes * 2
+    assert one.weight_bytes == 8_030_261_248 * 2
+    norms = (32 * 2 + 1) * 4096  # whole on every rank
+    assert two.weight_bytes == norms * 2 + (8_030_261_248 - norms)
 
 
 def test_fits_and_longest_context_agree():
@@ -127,6 +130,20 @@ def test_from_a_folder_and_its_errors(tmp_path):
         ({"context": 0}, "context"),
         ({"kv_dtype": "float3"}, "float3"),
         ({"tensor_parallel_size": 3}, "8 KV heads cannot be spread over 3 ranks"),
+        ({"gpu": None}, "gpu must be a device's name, got None"),
+        *(
+            ({name: value}, f"{name} must be .*, got {value!r}")
+            for name in (
+                "context",
+                "gpu_memory_bytes",
+                "weight_bytes",
+                "activation_bytes",
+                "shared_memory_bytes",
+                "block_size",
+            )
+            for value in (-5, "8", 2.5, True)
+        ),
+        ({"context": 10**30}, f"context must be at most {2**60}"),
     ],
 )
 def test_refusals(options, message):
@@ -190,3 +207,66 @@ def test_a_picture_that_cannot_be_written_is_one_line(tmp_path, capsys):
             plot(small(), path)
     assert run(["plan", "smollm2", "--gpu", "l4", "--plot", str(tmp_path / "no" / "x.png")]) == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+SMALL = LLAMA_8B | {"num_hidden_layers": 4, "vocab_size": 1000}
+
+
+def of_ranks(values, ranks):
+    return plan(
+        values, gpu="h200", requests=4, context=1024, tensor_parallel_size=ranks, weight_bytes=1
+    )
+
+
+@pytest.mark.parametrize(
+    ("family", "shared"),
+    [("llama", True), ("unheard_of", True), ("olmo2", False), ("phi3", False), ("jamba", False)],
+)
+def test_ranks_share_heads_where_the_engine_shares_them(family, shared):
+    """Where transformers' plan gathers the heads, or leaves attention out, each rank has all."""
+    values = SMALL | {"model_type": family, "pad_token_id": 0}
+    one, two = of_ranks(values, 1), of_ranks(values, 2)
+    assert two.block_bytes * (2 if shared else 1) == one.block_bytes
+    assert any("does not split attention" in note for note in two.notes) == (not shared)
+
+
+def test_recurrent_states_are_whole_on_every_rank_of_a_known_family():
+    values = SMALL | {"model_type": "qwen3_next", "head_dim": 128, "linear_num_value_heads": 8}
+    one, two = of_ranks(values, 1), of_ranks(values, 2)
+    assert two.block_bytes * 2 == one.block_bytes
+    assert two.state_bytes_per_request == one.state_bytes_per_request > 0
+
+
+@pytest.mark.parametrize("family", ["llama", "unheard_of"])
+def test_query_heads_that_ranks_cannot_share_are_refused(family):
+    values = SMALL | {"model_type": family, "num_attention_heads": 4, "num_key_value_heads": 4}
+    with pytest.raises(ConfigError, match="4 query heads cannot be spread over 8 ranks"):
+        of_ranks(values, 8)
+
+
+def test_a_family_that_the_engine_cannot_split_is_said_so():
+    made = of_ranks(SMALL | {"model_type": "gpt_oss"}, 2)
+    assert any("no tensor parallelism for 'gpt_oss'" in note for note in made.notes)
+
+
+def test_a_context_without_limit_is_said_in_words():
+    """Windows stop growing: one figure for "as long as you like", and no odd number of tokens."""
+    values = SMALL | {"model_type": "mistral", "sliding_window": 256}
+    made = plan(values, gpu="h200", requests=4, weight_bytes=1)
+    assert made.longest_context == UNBOUNDED
+    console = Console(width=120, record=True, file=io.StringIO())
+    render(made, console)
+    text = console.export_text()
+    assert "without limit" in text and f"{UNBOUNDED:,}" not in text
+
+
+def test_layers_are_counted_where_only_their_kinds_are_listed():
+    pattern = "M-M*"
+    values = {"model_type": "nemotron_h", "hidden_size": 64, "num_attention_heads": 4,
+              "num_key_value_heads": 2, "head_dim": 16, "hybrid_override_pattern": pattern,
+              "mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 16, "n_groups": 1,
+              "conv_kernel": 4, "intermediate_size": 128, "vocab_size": 100}  # fmt: skip
+    made = plan(values, gpu="h200", requests=4, context=1024, weight_bytes=1)
+    assert [(group.kind, group.num_layers) for group in made.groups] == [("full_attention", 1)]
+    recurrent, window = 8 * 16 * 16, (8 * 16 + 2 * 16) * 4
+    assert made.state_bytes_per_request == 2 * (recurrent + window) * 2
