@@ -138,6 +138,19 @@ def test_a_rank_killed_in_mid_decode_ends_the_engine_with_its_name(tmp_path):
         llm.engine.runner.close_ranks()
 
 
+def test_of_four_ranks_the_killed_one_is_named(tmp_path):
+    """The collectives of the others fail too, and they say so first."""
+    directory = model_directory(tmp_path, 4, "llama")
+    llm = LLM(str(directory), tensor_parallel_size=4, **(OPTIONS | {"rank_timeout": 8.0}))
+    children = sorted(torch.multiprocessing.active_children(), key=lambda child: child.pid)
+    next(llm.stream([[5, 6, 7]], SamplingParams(max_tokens=100, ignore_eos=True)))
+    os.kill(children[1].pid, signal.SIGKILL)
+    for _ in range(2):
+        with pytest.raises(RankError, match=r"^rank 2 died at step"):
+            llm.generate([[5, 6, 7]], SamplingParams(max_tokens=100, ignore_eos=True))
+    llm.close()
+
+
 def test_an_engine_is_closed_once_for_all_and_another_may_follow(tmp_path):
     """A second at the same time is refused and leaves the first as it was; a closed one says so."""
     directory, params = model_directory(tmp_path, 2, "llama"), PARAMS[0]

@@ -71,5 +71,9 @@ class RankError(BlocktableError):
     """A rank that diverged, died or stalled; names the rank, the step and the first bad row."""
 
 
+class PeerLost(RankError):
+    """A collective failed because another rank is gone or silent: that one is to be named."""
+
+
 class TransferError(BlocktableError):
     """A block transfer that failed, timed out, or whose layouts cannot be converted exactly."""

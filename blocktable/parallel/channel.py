@@ -3,9 +3,9 @@
 It is apart from the collectives of the model, so that a rank that hangs in one of those is still
 found out. An acknowledgement is 56 bytes and an optional text:
 
-    "BTAK" | version u8 | state u8 (0 done, 1 hello, 2 failed, 3 here) | rank u16 | sequence u32 |
-    text bytes u32 | step u64 | table digest u64 | map digest u64 | blocks available u64 |
-    text (utf-8) | XXH3-64 of all before
+    "BTAK" | version u8 | state u8 (0 done, 1 hello, 2 failed, 3 here, 4 lost) | rank u16 |
+    sequence u32 | text bytes u32 | step u64 | table digest u64 | map digest u64 |
+    blocks available u64 | text (utf-8) | XXH3-64 of all before
 
 Nothing is executed and no type is named. The default endpoint is on the local machine; across
 machines bind one on a private network, for the messages are checked but not encrypted.
@@ -23,7 +23,8 @@ import zmq
 
 from blocktable.core.errors import RankError, WireError
 
-DONE, HELLO, FAILED, HERE = range(4)
+DONE, HELLO, FAILED, HERE, LOST = range(5)
+# LOST: a rank that others left alone in a collective, which is not the rank to name
 _ACK = struct.Struct("<4sBBHIIQQQQ")
 _ACK_MAGIC, _ACK_VERSION = b"BTAK", 1
 _LONGEST_TEXT = 4096
@@ -62,7 +63,7 @@ def decode_ack(data: bytes) -> Ack:
     if xxhash.xxh3_64_digest(data[:-8]) != data[-8:]:
         raise WireError("a corrupted acknowledgement: its checksum does not match")
     _, _, state, rank, sequence, size, step, digest, own, available = _ACK.unpack_from(data)
-    if len(data) != _ACK.size + size + 8 or state > HERE:
+    if len(data) != _ACK.size + size + 8 or state > LOST:
         raise WireError(f"an acknowledgement of {len(data)} bytes with {size} bytes of text")
     text = data[_ACK.size : -8].decode(errors="replace")
     return Ack(state, rank, sequence, step, digest, own, available, text)
@@ -91,6 +92,7 @@ class DriverChannel:
         self.endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self._heard: dict[int, Ack] = {}
         self._here: set[int] = set()
+        self._lost: dict[int, str] = {}  # what ranks said whose collective failed
 
     def wait_for_ranks(self) -> None:
         """Return once every rank has said hello; RankError names those that have not."""
@@ -127,6 +129,14 @@ class DriverChannel:
             self._receive(step)
         self._find_dead(step)
 
+    def blame(self, step: int) -> None:
+        """After a collective failed here too: RankError that names the ranks which have not said
+        the same, if there are any."""
+        silent = [rank for rank in self._ranks if rank not in self._lost]
+        if silent:
+            names = ", ".join(map(str, silent))
+            raise RankError(f"rank {names} left step {step}: a collective failed on all others")
+
     def watch(self, step: int, is_done: Callable[[], bool]) -> None:
         """Return when ``is_done``, which asks a device for the end of a step that all ranks have
         taken. Raises RankError after the time-out, naming the ranks that then do not answer, or at
@@ -157,6 +167,8 @@ class DriverChannel:
         deadline = time.monotonic() + self._timeout
         while True:
             missing = [r for r in self._ranks if r not in self._heard or not due(self._heard[r])]
+            if missing and self._lost.keys() >= set(missing):
+                raise RankError(self._lost[missing[0]])
             if not missing:
                 return [self._heard[rank] for rank in self._ranks]
             if self._socket.poll(int(_POLL_SECONDS * 1000)):
@@ -165,7 +177,7 @@ class DriverChannel:
             self._find_dead(step)
             if time.monotonic() > deadline:
                 at = "" if step is None else f" step {step}"
-                names = ", ".join(map(str, missing))
+                names = ", ".join(str(rank) for rank in missing if rank not in self._lost)
                 raise RankError(f"rank {names} {fault}{at} within {self._timeout:g} s")
 
     def _receive(self, step: int | None) -> None:
@@ -178,6 +190,9 @@ class DriverChannel:
             ) from error
         if ack.state == FAILED:
             raise RankError(ack.text or f"rank {ack.rank} failed at step {ack.step}")
+        if ack.state == LOST:
+            self._lost[ack.rank] = ack.text
+            return
         if ack.state == HERE:
             self._here.add(ack.rank)
             return
@@ -188,10 +203,16 @@ class DriverChannel:
     def _find_dead(self, step: int | None) -> None:
         if self._is_alive is None:
             return
-        for rank in self._ranks:
-            if not self._is_alive(rank):
-                at = "at start-up" if step is None else f"at step {step}"
-                raise RankError(f"rank {rank} died {at}")
+        dead = [rank for rank in self._ranks if not self._is_alive(rank)]
+        if not dead:
+            return
+        while self._socket.poll(int(_POLL_SECONDS * 1000)):  # their last words
+            self._receive(step)
+        names = ", ".join(str(rank) for rank in dead if rank not in self._lost)
+        if names:
+            raise RankError(
+                f"rank {names} died {'at start-up' if step is None else f'at step {step}'}"
+            )
 
     def close(self) -> None:
         """Tell the ranks to stop and close; idempotent."""

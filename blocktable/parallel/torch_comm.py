@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from blocktable.core.errors import ConfigError, RankError
+from blocktable.core.errors import ConfigError, PeerLost, RankError
 
 T = TypeVar("T")
 
@@ -67,7 +67,7 @@ class TorchCommunicator:
         try:
             return operation()
         except RuntimeError as error:  # torch.distributed's errors are its subclasses
-            raise RankError(
+            raise PeerLost(
                 f"rank {self.rank}: {name} failed; a rank is gone or silent for "
                 f"{self.timeout:g} s ({str(error).splitlines()[0]})"
             ) from error

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 
-from blocktable.core.errors import BlocktableError, RankError
-from blocktable.parallel.channel import DONE, FAILED, Ack, RankChannel
+from blocktable.core.errors import BlocktableError, PeerLost, RankError
+from blocktable.parallel.channel import DONE, FAILED, LOST, Ack, RankChannel
 from blocktable.parallel.rank import RankState, RankStep
 from blocktable.parallel.wire import decode_step
 
@@ -39,7 +39,13 @@ def serve_rank(
         known = isinstance(error, BlocktableError) and f"rank {state.rank}" in str(error)
         text = str(error) if known else f"rank {state.rank} failed at step {number}: {error!r}"
         with suppress(RankError):  # the driver is gone: there is nobody to tell
-            channel.send(Ack(FAILED, state.rank, 0, number, 0, 0, 0, text))
+            kind = LOST if is_left_alone(error) else FAILED
+            channel.send(Ack(kind, state.rank, 0, number, 0, 0, 0, text))
         raise
     finally:
         channel.close()
+
+
+def is_left_alone(error: Exception) -> bool:
+    """Whether a collective failed, ours or one of a distributed tensor, because of another rank."""
+    return isinstance(error, PeerLost) or (isinstance(error, RuntimeError) and "gloo" in str(error))

@@ -24,6 +24,7 @@ from blocktable.parallel.channel import DriverChannel
 from blocktable.parallel.driver import StepWriter
 from blocktable.parallel.rank import RankStep
 from blocktable.parallel.wire import encode_step
+from blocktable.parallel.worker import is_left_alone
 from blocktable.sched.output import Fork, SchedulerOutput
 
 _LAST_WORD_SECONDS = 1.0
@@ -92,12 +93,14 @@ class LeadingRunner:
         word tells moments later, or that it has not taken the step."""
         try:
             yield
-        except (RuntimeError, RankError):
+        except (RuntimeError, RankError) as error:
             deadline = time.monotonic() + _LAST_WORD_SECONDS
             while time.monotonic() < deadline:
                 self._channel.check(self._told[1])
                 time.sleep(0.02)
             self._channel.confirm(*self._told)
+            if is_left_alone(error):
+                self._channel.blame(self._told[1])
             raise
 
     def warm_up(self) -> int:

@@ -11,9 +11,10 @@ import uuid
 import numpy as np
 import pytest
 
-from blocktable.core.errors import RankError, WireError
+from blocktable.core.errors import PeerLost, RankError, WireError
 from blocktable.parallel.channel import (
     DONE,
+    LOST,
     Ack,
     DriverChannel,
     RankChannel,
@@ -24,7 +25,7 @@ from blocktable.parallel.channel import (
 from blocktable.parallel.driver import StepWriter
 from blocktable.parallel.rank import RankState
 from blocktable.parallel.wire import encode_step
-from blocktable.parallel.worker import serve_rank
+from blocktable.parallel.worker import is_left_alone, serve_rank
 
 from test_ranks import World, config, request  # isort: skip
 
@@ -284,6 +285,42 @@ def test_a_rank_leaves_when_the_driver_is_gone():
         rank.receive(lambda: True, timeout=0.2)
     rank.close()
     channel.close()
+
+
+def left_alone(rank):
+    return Ack(LOST, rank, 0, 5, 0, 0, 0, f"rank {rank}: all_reduce failed")
+
+
+@pytest.mark.parametrize("dead", [False, True], ids=["process elsewhere", "process known"])
+def test_ranks_that_another_left_alone_are_not_the_ones_to_name(dead):
+    """Their collectives fail and they end too, mostly before anyone hears of the first."""
+    channel = DriverChannel(3, timeout=2, is_alive=(lambda rank: False) if dead else None)
+    ranks = [RankChannel(rank, channel.endpoint) for rank in (1, 2)]
+    channel.wait_for_ranks()
+    ranks[0].send(left_alone(1))
+    with pytest.raises(RankError, match=r"^rank 2 (died at|left|did not confirm) step 5"):
+        channel.confirm(0, 5, 0)
+    with pytest.raises(RankError, match=r"^rank 2 left step 5: a collective failed on all others"):
+        channel.blame(5)
+    ranks[1].send(left_alone(2))
+    with pytest.raises(RankError, match="all_reduce failed"):
+        channel.confirm(0, 5, 0)
+    channel.blame(5)  # every rank has said the same: there is none to name
+    for end in (*ranks, channel):
+        end.close()
+
+
+@pytest.mark.parametrize(
+    ("error", "alone"),
+    [
+        (PeerLost("rank 1: all_reduce failed"), True),
+        (RuntimeError("[.../gloo/transport/tcp/pair.cc:537] Connection closed by peer"), True),
+        (RuntimeError("out of memory"), False), (RankError("rank 1 diverged"), False),
+        (ValueError("gloo"), False),
+    ],
+)  # fmt: skip
+def test_which_failures_are_anothers(error, alone):
+    assert is_left_alone(error) == alone
 
 
 def test_acknowledgements_round_trip_and_refuse_the_rest():
