@@ -2,7 +2,8 @@
 
 A captured CUDA graph holds the addresses and the grid of its kernels. ``PlanBuffers`` keeps both
 fixed: every plan is written into the same memory, and items past its end are empty (a small item's
-program returns at once, a tile's takes some 5 us). ``DevicePlan`` is what a launch needs, whether from there or made for one call.
+program returns at once, a tile's takes some 5 us). ``DevicePlan`` is what a launch needs, whether
+from there or made for one call.
 """
 
 from __future__ import annotations
