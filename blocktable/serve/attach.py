@@ -45,15 +45,15 @@ def attach(events: str, replay: str | None, topic: str, config: ServerConfig) ->
     """
     import uvicorn
 
-    from blocktable.serve.run import listen
+    from blocktable.serve.run import listen, opened
 
     listener = listen(config)
     first = 0 if replay is not None else None
     subscriber = EventSubscriber(events, replay, topic=topic, first_sequence=first)
     source = AttachedSource(config.ring_bytes, endpoint=events)
     app = build_attached(source, Follower(source, subscriber), f"events of {events}")
-    host, port = listener.getsockname()[:2]
-    print(f"inspector of {events} at http://{host}:{port}/inspect", file=sys.stderr, flush=True)
+    page = f"http://{opened(listener)}/inspect"
+    print(f"inspector of {events} at {page}", file=sys.stderr, flush=True)
     settings = uvicorn.Config(app, log_level="warning", access_log=False, lifespan="on",
                               timeout_graceful_shutdown=2)  # fmt: skip
     app.state.server = server = uvicorn.Server(settings)

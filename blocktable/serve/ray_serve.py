@@ -33,16 +33,16 @@ class ReplicaServer:
 
         from blocktable.llm import LLM
         from blocktable.serve.app import build_app
-        from blocktable.serve.run import listen
+        from blocktable.serve.run import listen, opened
 
         self._host = socket.gethostbyname(socket.gethostname())
         events = f"tcp://{self._host}:*"
         llm = LLM(model, **options, kv_events=events, kv_events_replay=events)
         config = ServerConfig(host=self._host, port=0, served_name=model, inspector=False)
         listener = listen(config)
-        port = listener.getsockname()[1]
+        address = f"http://{opened(listener)}"
         publisher: Any = llm.engine.publisher  # pyright: ignore[reportAttributeAccessIssue]
-        self._place = (f"http://{self._host}:{port}", publisher.endpoint, publisher.replay_endpoint)
+        self._place = (address, publisher.endpoint, publisher.replay_endpoint)
         settings = uvicorn.Config(
             build_app(llm.engine, config, model), log_level="warning", access_log=False
         )
@@ -93,7 +93,7 @@ def serve_ray(model: str, config: ServerConfig, options: dict[str, Any], *, repl
     seed is given where there is none, so that all make the same prefix keys."""
     import uvicorn
 
-    from blocktable.serve.run import listen
+    from blocktable.serve.run import listen, opened
 
     ray, serve = _import_ray()
     options = {"seed": 0, "block_size": 16} | options
@@ -106,8 +106,7 @@ def serve_ray(model: str, config: ServerConfig, options: dict[str, Any], *, repl
             [replica for _, replica in made], block_size=block, seed=options["seed"],
             find=lambda number: _place(made[number][0]),
         )  # fmt: skip
-        host, port = listener.getsockname()[:2]
-        print(f"routing to {replicas} replicas at http://{host}:{port}/v1", flush=True)
+        print(f"routing to {replicas} replicas at http://{opened(listener)}/v1", flush=True)
         settings = uvicorn.Config(build_router(router), log_level="warning", access_log=False)
         uvicorn.Server(settings).run(sockets=[listener])
     finally:

@@ -13,6 +13,8 @@ from blocktable.core.errors import ConfigError
 from blocktable.serve.config import ServerConfig
 from blocktable.serve.heap import use_one_arena
 
+_BACKLOG = 2048  # connections that wait to be accepted, as many as uvicorn's
+
 
 def serve(
     model: str, config: ServerConfig, options: dict[str, Any], *, prefill: Sequence[str] = ()
@@ -41,11 +43,10 @@ def serve(
 
         engine = DecodeEngine(llm.engine, prefill)
     app = build_app(engine, config, model)
-    host, port = listener.getsockname()[:2]
-    name = config.served_name or model
-    print(f"serving {name} at http://{host}:{port}/v1", file=sys.stderr)
+    address = opened(listener)
+    print(f"serving {config.served_name or model} at http://{address}/v1", file=sys.stderr)
     if config.inspector:
-        print(f"inspector at http://{host}:{port}/inspect", file=sys.stderr, flush=True)
+        print(f"inspector at http://{address}/inspect", file=sys.stderr, flush=True)
     if (publisher := getattr(llm.engine, "publisher", None)) is not None:
         print(f"KV events at {publisher.endpoint}", file=sys.stderr, flush=True)
     http: Any = guarded_protocol(config.read_seconds, config.max_head_bytes)
@@ -107,3 +108,11 @@ def listen(config: ServerConfig) -> Any:
         reason = error.strerror or error
         raise ConfigError(f"cannot listen on {config.host}:{config.port}: {reason}") from None
     return listener
+
+
+def opened(listener: Any) -> str:
+    """``host:port`` of a bound socket that takes connections from now on: whoever is told the
+    address may come before the server runs, and waits then instead of being refused."""
+    listener.listen(_BACKLOG)
+    host, port = listener.getsockname()[:2]
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

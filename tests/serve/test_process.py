@@ -14,6 +14,9 @@ import urllib.request
 
 import pytest
 
+from blocktable.serve.config import ServerConfig
+from blocktable.serve.run import listen, opened
+
 SERVER = """
 import sys
 sys.path.insert(0, sys.argv[1])
@@ -155,3 +158,16 @@ def test_after_kill_9_and_a_restart_only_what_was_in_flight_is_lost(process):
         assert json.load(post(port, whole))["choices"][0]["text"] == before
         state = json.load(urllib.request.urlopen(f"http://127.0.0.1:{port}/inspect/state"))
         assert [r["ended"] is not None for r in state["requests"]] == [True]  # nothing came back
+
+
+def test_whoever_is_told_the_address_may_come_at_once():
+    """Between the line that names it and the server's first look, connections wait."""
+    listener = listen(ServerConfig(port=0))
+    try:
+        with pytest.raises(OSError):
+            socket.create_connection(listener.getsockname(), timeout=5)
+        host, _, port = opened(listener).rpartition(":")
+        with socket.create_connection((host, int(port)), timeout=5) as early:
+            early.sendall(b"GET /health HTTP/1.1\r\n\r\n")
+    finally:
+        listener.close()
