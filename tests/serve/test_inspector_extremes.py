@@ -250,6 +250,19 @@ def test_a_page_that_stays_open_forgets_requests(page):
     assert page.evaluate("inspector.S.frames.length") <= 40_000
 
 
+def settle(page):
+    """Wait until the map keeps its place and size: a pause changes what stands above it, and the
+    page lays it out anew when the browser says so."""
+    page.evaluate("""async () => {
+        for (let before = "", now; ; before = now) {
+            await new Promise(done => setTimeout(done, 200));
+            const r = document.getElementById("map").getBoundingClientRect(), S = inspector.S;
+            now = [r.x, r.y, r.width, r.height, S.columns, S.cell, S.tall].join();
+            if (now === before) return;
+        }
+    }""")
+
+
 @pytest.mark.parametrize("count", [250_000, 1_000_000, 3_000_000])
 def test_more_blocks_than_pixels(page, count):
     """The last block is in the picture, and under the pointer."""
@@ -258,6 +271,7 @@ def test_more_blocks_than_pixels(page, count):
         inspector.S.codes = new Int32Array({count}).map((_, i) => i % 3);
         inspector.layout();
     }}""")
+    settle(page)
     box = page.evaluate("""() => { const r = document.getElementById("map").getBoundingClientRect();
         return [r.width, r.height]; }""")
     last = page.evaluate(f"""() => {{ const S = inspector.S, i = {count} - 1;
