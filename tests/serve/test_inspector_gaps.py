@@ -130,20 +130,29 @@ def test_the_terminal_finds_a_server_that_restarts():
 
 
 @pytest.mark.parametrize(("width", "height"), [(80, 24), (200, 50), (60, 15)])
-def test_the_terminal_fits_its_window_and_names_the_letters(server, width, height):
+def test_the_terminal_fits_its_window_and_names_the_letters(server, width, height, monkeypatch):
     """Each request that runs has the sign of its blocks; nothing is drawn past the window."""
+    runner, seen = server.llm.engine.runner, threading.Event()
+    execute = runner.execute
+
+    def slowly(*arguments):  # so that all six run until they have been seen
+        seen.wait(0.1)
+        return execute(*arguments)
+
+    monkeypatch.setattr(runner, "execute", slowly)
     threads = [
         threading.Thread(target=ask, args=(server, f"request number {i}", 400)) for i in range(6)
     ]
     for thread in threads:
         thread.start()
-    deadline = time.monotonic() + 15
+    deadline = time.monotonic() + 30
     while True:
         state = terminal.RemoteState(server.url, None)
         running = [r for r in state.requests.values() if r["reason"] is None]
         own = state.own_blocks()  # told a step after the request
         if len([r for r in running if r["number"] in own]) == 6 or time.monotonic() > deadline:
             break
+    seen.set()
     console = Console(width=width, height=height, file=io.StringIO())
     console.print(terminal.view(state, width, height))
     lines = console.file.getvalue().rstrip("\n").split("\n")
