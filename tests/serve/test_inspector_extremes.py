@@ -148,7 +148,6 @@ def test_a_row_of_thousands_of_blocks(browser, long_server, long_request, width,
     assert page.evaluate("document.documentElement.scrollWidth") <= width
     shows(page, "detail", f"{LONG:,} tokens, {LONG // 2:,} hit")
     page.wait_for_timeout(1500)  # a second look, and several drawings
-    assert page.evaluate("inspector.drawing()") < 16
     picture(page, f"inspector-long-{scheme}-{width}")
     # the row is all there, in order, and each entry leads to its block
     page.click("#live")
