@@ -101,20 +101,21 @@ def _counterpart(
     even = weight.shape[0] % communicator.world_size == 0
     if type(module) is nn.Embedding and axis == 0:
         first = communicator.rank * -(-weight.shape[0] // communicator.world_size)
-        return VocabularyShard(_local(weight), first, communicator)
+        return VocabularyShard(local_part(weight), first, communicator)
     if type(module) is not nn.Linear:
         return None
-    bias = None if module.bias is None else _local(module.bias)
+    bias = None if module.bias is None else local_part(module.bias)
     if style == "colwise" and axis == 0:
-        return _plain(_local(weight), bias)
+        return plain_linear(local_part(weight), bias)
     if style in _GATHERED and axis == 0 and even:
-        return GatheredLinear(_local(weight), bias, communicator)
+        return GatheredLinear(local_part(weight), bias, communicator)
     if style == "rowwise" and axis == 1:
-        return RowwiseLinear(_local(weight), bias, communicator)
+        return RowwiseLinear(local_part(weight), bias, communicator)
     return None
 
 
-def _plain(weight: torch.Tensor, bias: torch.Tensor | None) -> nn.Linear:
+def plain_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> nn.Linear:
+    """A linear layer over these very tensors."""
     linear = nn.Linear(
         weight.shape[1], weight.shape[0], bias=bias is not None, device="meta", dtype=weight.dtype
     )
@@ -128,5 +129,6 @@ def _is_split(tensor: Any) -> bool:
     return hasattr(tensor, "placements")
 
 
-def _local(tensor: Any) -> torch.Tensor:
+def local_part(tensor: Any) -> torch.Tensor:
+    """A distributed tensor's part on this rank; any other tensor as it is."""
     return tensor.to_local() if _is_split(tensor) else tensor

@@ -17,6 +17,7 @@ from blocktable.engine.loader.dtypes import choose_dtype
 from blocktable.engine.loader.hub import load_tokenizer, one_line
 from blocktable.engine.options import EngineOptions
 from blocktable.parallel.handshake import kv_head_map
+from blocktable.ranks.local import local_part, plain_linear
 
 _KV_PROJECTIONS = ("k_proj", "v_proj")
 
@@ -118,7 +119,7 @@ def _keep_heads(model: Any, heads: torch.Tensor, plan: dict[str, str]) -> None:
         rows = (heads[:, None] * size + torch.arange(size)).flatten()
         for name in _KV_PROJECTIONS:
             setattr(module, name, _rows_of(getattr(module, name), rows))
-        local_queries = _local(module.q_proj.weight).shape[0] // size
+        local_queries = local_part(module.q_proj.weight).shape[0] // size
         module.num_key_value_groups = local_queries // len(heads)
     if not found:
         raise ConfigError(
@@ -128,23 +129,13 @@ def _keep_heads(model: Any, heads: torch.Tensor, plan: dict[str, str]) -> None:
         )
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """A distributed tensor's part on this rank; any other tensor as it is."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor  # pyright: ignore
-
-
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
     """A distributed tensor gathered from all ranks; any other tensor as it is."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor  # pyright: ignore
 
 
 def _rows_of(linear: torch.nn.Linear, rows: torch.Tensor) -> torch.nn.Linear:
-    weight = _whole(linear.weight)
-    cut = torch.nn.Linear(
-        weight.shape[1], len(rows), bias=linear.bias is not None, device="meta", dtype=weight.dtype
-    )
-    cut.weight = torch.nn.Parameter(weight[rows.to(weight.device)], requires_grad=False)
+    weight, bias = _whole(linear.weight), None
     if linear.bias is not None:
-        bias = _whole(linear.bias)
-        cut.bias = torch.nn.Parameter(bias[rows.to(bias.device)], requires_grad=False)
-    return cut
+        bias = _whole(linear.bias)[rows.to(weight.device)]
+    return plain_linear(weight[rows.to(weight.device)], bias)

@@ -145,17 +145,19 @@ class TableRecorder:
 
     def _look_at_left(self, fewer: NDArray[np.int64], some_ended: bool) -> None:
         """Note who holds a block alone, where who filled it has left or went on in a copy.
-        ``fewer`` were shared. O(blocks), and those in doubt times the rows."""
-        pool, rows = self._engine.manager.pool, np.flatnonzero(self._who != None)  # noqa: E711
+        ``fewer`` were shared. O(those in doubt times the rows), and O(blocks) if ``some_ended``."""
         sources, self._sources = self._sources, []
-        alone = (pool.state == states.OWNED) & (pool.ref == 1)
+        if not (some_ended or sources or len(fewer)):
+            return
+        pool, rows = self._engine.manager.pool, np.flatnonzero(self._who != None)  # noqa: E711
         doubtful = np.concatenate([fewer, *sources])
-        doubtful = doubtful[alone[doubtful]]
         if some_ended:
-            held = np.flatnonzero(alone)
+            held = np.flatnonzero(pool.state == states.OWNED)
             gone = ~np.isin(self._owner[held], self._number[rows])
             doubtful = np.concatenate([doubtful, held[gone]])
         doubtful = np.unique(doubtful)
+        alone = (pool.state[doubtful] == states.OWNED) & (pool.ref[doubtful] == 1)
+        doubtful = doubtful[alone]
         if not len(doubtful):
             return
         place = self.place[doubtful]

@@ -17,3 +17,14 @@ if importlib.util.find_spec("schemathesis") is None:
 def server():
     with running() as made:
         yield made
+
+
+@pytest.fixture(scope="module")
+def browser():
+    """A headless Chromium."""
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as play:
+        made = play.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield made
+        made.close()

@@ -2,7 +2,6 @@
 than pixels, frames that were lost, both ends of time. In a headless Chromium."""
 
 import itertools
-import os
 import re
 import threading
 import time
@@ -11,8 +10,8 @@ import httpx
 import numpy as np
 import pytest
 import torch
-from playwright.sync_api import sync_playwright
-from serving import CHROMIUM, Server, make_tokenizer, run_app, running
+from browsing import opened, picture, shows
+from serving import Server, make_tokenizer, run_app, running
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from blocktable import LLM
@@ -27,14 +26,6 @@ NUMBERS = itertools.count()
 
 
 @pytest.fixture(scope="module")
-def browser():
-    with sync_playwright() as play:
-        made = play.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield made
-        made.close()
-
-
-@pytest.fixture(scope="module")
 def server():
     with running(ServerConfig(port=0)) as made:
         yield made
@@ -45,36 +36,12 @@ def complete(server, prompt, tokens, **fields):
     return httpx.post(f"{server.url}/v1/completions", json=body, timeout=300)
 
 
-def opened(browser, server, width=1440, height=900, scheme="dark"):
-    """A page that is connected, and what went wrong in it."""
-    page = browser.new_page(viewport={"width": width, "height": height}, color_scheme=scheme)
-    page.problems = []
-    page.on("pageerror", lambda error: page.problems.append(str(error)))
-    page.goto(f"{server.url}/inspect")
-    page.wait_for_function("document.getElementById('status').textContent === 'connected'")
-    return page
-
-
 @pytest.fixture
 def page(browser, server):
     made = opened(browser, server)
     yield made
     made.close()
     assert made.problems == []
-
-
-def picture(page, name):
-    folder = os.environ.get("BLOCKTABLE_PICTURES")
-    if folder:
-        page.wait_for_timeout(600)
-        page.screenshot(path=f"{folder}/{name}.png")
-
-
-def shows(page, element, text):
-    page.wait_for_function(
-        "([id, text]) => document.getElementById(id).textContent.includes(text)",
-        arg=[element, text],
-    )
 
 
 def agrees(page, server):
@@ -331,7 +298,9 @@ def test_frames_that_were_missed_are_noticed_and_mended(page, server):
 
 
 def test_a_paused_page_stays_where_it_was(page, server):
-    complete(server, "some steps to look at", 12)
+    while page.evaluate("inspector.S.frames.length") < 10:  # a frame may hold several steps
+        complete(server, "some steps to look at", 12)
+        page.wait_for_timeout(200)
     agrees(page, server)
     page.evaluate("inspector.setLive(false); inspector.moveTo(inspector.S.cursor - 5)")
     before = page.evaluate("[inspector.S.frames[inspector.S.cursor - 1].n, [...inspector.S.codes]]")

@@ -1,22 +1,13 @@
 """The page in a headless Chromium. Collected where playwright and a Chromium are installed."""
 
-import os
 import threading
 
 import httpx
 import pytest
-from playwright.sync_api import sync_playwright
-from serving import CHROMIUM, running
+from browsing import opened, picture, shows
+from serving import running
 
 from blocktable.serve.config import ServerConfig
-
-
-@pytest.fixture(scope="module")
-def browser():
-    with sync_playwright() as play:
-        made = play.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield made
-        made.close()
 
 
 @pytest.fixture(scope="module")
@@ -46,30 +37,11 @@ def ask(server, prompts, tokens, wait=True):
 
 @pytest.fixture
 def page(browser, busy):
-    made = browser.new_page(viewport={"width": 1440, "height": 900})
-    problems = []
-    made.on("pageerror", lambda error: problems.append(str(error)))
-    made.on("request", lambda r: r.url.startswith(busy.url) or problems.append(r.url))
-    made.goto(f"{busy.url}/inspect")
+    made = opened(browser, busy)
     made.wait_for_function("inspector.S.frames.length > 3")
     yield made
     made.close()
-    assert problems == []
-
-
-def picture(page, name):
-    folder = os.environ.get("BLOCKTABLE_PICTURES")
-    if folder:
-        page.wait_for_timeout(600)
-        page.screenshot(path=f"{folder}/{name}.png")
-
-
-def shows(page, element, text):
-    """Wait until an element shows a text; the page says that it is connected before it draws."""
-    page.wait_for_function(
-        "([id, text]) => document.getElementById(id).textContent.includes(text)",
-        arg=[element, text],
-    )
+    assert made.problems == []
 
 
 def codes(page):
